@@ -1,0 +1,165 @@
+"""Which global tokens a rank holds, in which order, and what follows from it.
+
+The layout is Megatron's own zigzag: the sequence is cut into ``2 N`` pieces and rank ``i`` of
+``N`` holds pieces ``i`` and ``2 N - 1 - i``, in that order. Under a causal mask an early piece sees
+little and a late piece much, so every rank has the same work.
+
+With ``N = hp x ring`` ranks, rank ``i = c * hp + h`` has place ``h`` in its head group and position
+``c`` in its ring. When the head group of position ``c`` has exchanged heads for tokens, each of its
+ranks holds *chunks* ``c`` and ``2 ring - 1 - c`` of ``2 ring``: the zigzag of the ring, for every
+factorisation, odd ones included. A chunk is the ``hp`` pieces of the head group side by side; the
+late chunk gets its pieces in reverse order of the places.
+
+    N = 4, hp = 2, ring = 2         pieces of the ranks     (0 7) (1 6) (2 5) (3 4)
+                                    position 0 after the exchange: 0 1 | 6 7 = chunks 0 and 3
+                                    position 1 after the exchange: 2 3 | 4 5 = chunks 1 and 2
+
+Data, RoPE, loss, attention and tests ask this module and no other place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import UserError, nearest_values
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """One call of a block kernel: these query rows see these key rows.
+
+    Attributes:
+        queries: rows of the rank's own block.
+        keys: rows of the owner's block, possibly the same block.
+        causal: query row ``i`` of the rectangle sees its key rows ``0 .. i`` only (a square
+            rectangle); otherwise it sees all of them.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def zigzag_tokens(rank: int, ranks: int, total: int) -> Tensor:
+    """Global indices of the tokens of ``rank``, in its local order: int64 ``[total / ranks]``.
+
+    Raises:
+        UserError: ``2 * ranks`` does not divide ``total``.
+    """
+    piece = _piece_length(ranks, total)
+    early = torch.arange(rank * piece, (rank + 1) * piece)
+    late = torch.arange((2 * ranks - 1 - rank) * piece, (2 * ranks - rank) * piece)
+    return torch.cat((early, late))
+
+
+def contiguous_tokens(rank: int, ranks: int, total: int) -> Tensor:
+    """Global indices of the tokens of ``rank`` if each rank holds one contiguous part.
+
+    Raises:
+        UserError: ``ranks`` does not divide ``total``.
+    """
+    if total % ranks:
+        raise UserError(
+            f"a sequence of {total} tokens does not split evenly over {ranks} ranks; "
+            f"nearest lengths that do: {_nearest_multiples(total, ranks)}"
+        )
+    return torch.arange(rank * (total // ranks), (rank + 1) * (total // ranks))
+
+
+@dataclass(frozen=True)
+class ZigzagGrid:
+    """The zigzag of ``head_parallel x ring`` ranks; rank ``c * head_parallel + h``.
+
+    A ring alone (context parallelism, or METP inside a tensor-parallel group) is
+    ``ZigzagGrid(1, ring)``.
+    """
+
+    head_parallel: int
+    ring: int
+
+    @property
+    def ranks(self) -> int:
+        """All ranks that share the sequence."""
+        return self.head_parallel * self.ring
+
+    def rank(self, position: int, place: int) -> int:
+        """The rank at ring ``position`` with ``place`` in its head group."""
+        return position * self.head_parallel + place
+
+    def tokens(self, rank: int, total: int) -> Tensor:
+        """Global indices of the tokens ``rank`` holds, in its local order."""
+        return zigzag_tokens(rank, self.ranks, total)
+
+    def block_tokens(self, position: int, total: int) -> Tensor:
+        """Global indices of the tokens of the block of ring ``position``, in block order."""
+        return zigzag_tokens(position, self.ring, total)
+
+    def pieces(self, rank: int) -> tuple[int, int]:
+        """The early and the late piece, of ``2 * ranks``, that ``rank`` holds."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def chunks(self, position: int) -> tuple[int, int]:
+        """The early and the late chunk, of ``2 * ring``, in the block of ring ``position``."""
+        return position, 2 * self.ring - 1 - position
+
+    def piece_rows(self, place: int, rows: int) -> tuple[tuple[slice, slice], ...]:
+        """Where the pieces of a rank lie in its ring block.
+
+        Args:
+            place: the rank's place in its head group.
+            rows: tokens on that rank; the block has ``head_parallel * rows``.
+
+        Returns:
+            For the early and the late piece: (rows of the rank, rows of the block).
+        """
+        piece = rows // 2
+        late = (2 * self.head_parallel - 1 - place) * piece
+        return (
+            (slice(0, piece), slice(place * piece, (place + 1) * piece)),
+            (slice(piece, rows), slice(late, late + piece)),
+        )
+
+    def block_mask(
+        self, position: int, owner: int, rows: int, *, causal: bool = True
+    ) -> tuple[Rectangle, ...]:
+        """What the block of ring ``position`` sees of the block of ring position ``owner``.
+
+        Both blocks have ``rows`` rows: the early chunk, then the late one. Each causal case is 2 of
+        4 pairs of chunks, so every rank is equally busy at every step. No rectangle is empty or
+        holds a query row that sees no key.
+        """
+        everything, early, late = slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows)
+        if not causal:
+            return (Rectangle(everything, everything, causal=False),)
+        if owner == position:
+            # Early before late in the block and in the sequence: one plain lower triangle.
+            return (Rectangle(everything, everything, causal=True),)
+        if owner < position:
+            return (Rectangle(everything, early, causal=False),)
+        return (Rectangle(late, everything, causal=False),)
+
+    def split(self, whole: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """The part of ``whole`` (the full sequence along ``dim``) that ``rank`` holds."""
+        return whole.index_select(dim, self.tokens(rank, whole.shape[dim]).to(whole.device))
+
+    def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """The full sequence from the parts of all ranks, in order of rank."""
+        total = sum(part.shape[dim] for part in parts)
+        order = torch.cat([self.tokens(rank, total) for rank in range(self.ranks)])
+        return torch.cat(list(parts), dim).index_select(dim, order.argsort().to(parts[0].device))
+
+
+def _piece_length(ranks: int, total: int) -> int:
+    if total % (2 * ranks):
+        raise UserError(
+            f"a sequence of {total} tokens over {ranks} ranks: its length must be a multiple of "
+            f"2 x {ranks} = {2 * ranks}; nearest: {_nearest_multiples(total, 2 * ranks)}"
+        )
+    return total // (2 * ranks)
+
+
+def _nearest_multiples(value: int, of: int) -> list[int]:
+    below = value // of
+    return nearest_values(value, [k * of for k in (below, below + 1) if k > 0], 2)
