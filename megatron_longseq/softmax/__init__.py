@@ -1,0 +1,15 @@
+"""Softmax attention in parts: block kernels, their merge, and the ring that needs both."""
+
+from .block_kernels import BlockKernel, choose_kernel, kernels
+from .online_softmax import OnlineSoftmax, merge_
+from .ring_attention import ring_attention_backward, ring_attention_forward
+
+__all__ = [
+    "BlockKernel",
+    "OnlineSoftmax",
+    "choose_kernel",
+    "kernels",
+    "merge_",
+    "ring_attention_backward",
+    "ring_attention_forward",
+]

@@ -1,0 +1,113 @@
+"""Softmax attention of a query that stays to keys and values that circulate.
+
+Forward: every (owner, block) of the ring is attended to where the layout says it is visible, and
+merged by log-sum-exp. Backward: keys and values go round again, every block's term is taken with
+the *final* output and log-sum-exp, dQ adds up here and dK, dV follow their block home.
+
+Per rank and pass, with ring size R: ``R - 1`` hops of K and V forward; ``R - 1`` of K and V and
+``R`` of dK and dV (fp32) backward. Held at a time, whatever R is: two receive buffers for K and V,
+two for dK and dV, one block's partial results.
+"""
+
+import torch
+from torch import Tensor
+
+from ..communication.ring import Ring, accumulation_dtype
+from ..token_layout import ZigzagGrid
+from .block_kernels import BlockKernel
+from .online_softmax import OnlineSoftmax
+
+
+def ring_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ring: Ring,
+    kernel: BlockKernel,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys and values of all ranks of the ring.
+
+    Args:
+        query: ``[rows, b, a, d]``, the early chunk and the late chunk of this ring position.
+        key, value: ``[rows, b, g, d]`` and ``[rows, b, g, dv]``, likewise.
+        causal: a token sees itself and what comes before it; otherwise everything.
+        scale: factor of the scores.
+
+    Returns:
+        The output ``[rows, b, a, dv]`` in the dtype of the query, and the log-sum-exp
+        ``[b, a, rows]`` in fp32 (fp64 for fp64).
+    """
+    layout = ZigzagGrid(1, ring.size)
+    rows, batch, heads, _ = query.shape
+    softmax = OnlineSoftmax(
+        rows,
+        batch,
+        heads,
+        value.shape[3],
+        dtype=accumulation_dtype(query.dtype),
+        device=query.device,
+    )
+    for owner, (k, v) in ring.circulate(key, value):
+        for part in layout.block_mask(ring.position, owner, rows, causal=causal):
+            out, lse = kernel.forward(
+                query[part.queries], k[part.keys], v[part.keys], causal=part.causal, scale=scale
+            )
+            softmax.merge(out, lse, part.queries)
+            del out, lse  # one block's partial results at a time
+    out, lse = softmax.result()
+    return out.to(query.dtype), lse
+
+
+def ring_attention_backward(
+    out_gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    ring: Ring,
+    kernel: BlockKernel,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of :func:`ring_attention_forward`.
+
+    Args:
+        out_gradient: ``[rows, b, a, dv]``.
+        out, lse: what the forward returned; the rest as given to it.
+
+    Returns:
+        dQ, dK, dV in the shapes and dtypes of query, key and value.
+    """
+    layout = ZigzagGrid(1, ring.size)
+    rows = query.shape[0]
+    query_gradient: Tensor | None = None
+    with ring.circulate_with_gradients(key, value) as rotation:
+        for owner, (k, v), gradient in rotation:
+            for part in layout.block_mask(ring.position, owner, rows, causal=causal):
+                dq, dk, dv = kernel.backward(
+                    out_gradient[part.queries],
+                    query[part.queries],
+                    k[part.keys],
+                    v[part.keys],
+                    out[part.queries],
+                    lse[..., part.queries],
+                    causal=part.causal,
+                    scale=scale,
+                )
+                if query_gradient is None and dq.shape == query.shape:
+                    query_gradient = dq.to(accumulation_dtype(query.dtype))
+                elif query_gradient is None:
+                    query_gradient = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
+                    query_gradient[part.queries] += dq
+                else:
+                    query_gradient[part.queries] += dq
+                gradient.add(dk, dv, at=part.keys)
+                del dq, dk, dv
+        dk, dv = rotation.gradients()
+    assert query_gradient is not None
+    return query_gradient.to(query.dtype), dk, dv
