@@ -1,0 +1,6 @@
+"""2D attention: head exchange in the head group, a ring of keys and values between groups."""
+
+from .attention import TwoDAttention, two_d_attention
+from .traffic import AttentionTraffic, Traffic, attention_traffic
+
+__all__ = ["AttentionTraffic", "Traffic", "TwoDAttention", "attention_traffic", "two_d_attention"]

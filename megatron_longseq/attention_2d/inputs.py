@@ -1,0 +1,82 @@
+"""What 2D attention can work with; everything else stops with the rule and what would work."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError, divisors, nearest_values
+from ..softmax.block_kernels import SUPPORTED_DTYPES
+
+AXES = ("tokens", "micro-batch", "heads", "width")
+
+
+def describe_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, object]:
+    """What must be equal on all ranks, by the name it has in an error message."""
+    fields: dict[str, object] = {}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() == len(AXES):
+            fields |= {
+                f"{name} {axis}": size for axis, size in zip(AXES, tensor.shape, strict=True)
+            }
+        else:
+            fields[f"{name} shape"] = tuple(tensor.shape)
+        fields[f"{name} dtype"] = tensor.dtype
+        fields[f"{name} requires a gradient"] = torch.is_grad_enabled() and tensor.requires_grad
+    return fields
+
+
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor, head_parallel: int, softmax_scale: float | None
+) -> None:
+    """Checks shapes, dtypes and the division of heads.
+
+    Raises:
+        UserError: naming the value, the rule and the nearest values that would work.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise UserError(
+                f"{name} of shape {tuple(tensor.shape)}: expected [tokens, micro-batch, heads, "
+                "width], none of them 0"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise UserError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
+                f"{query.device}; they must agree"
+            )
+    if query.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+        raise UserError(f"query is {query.dtype}; 2D attention works in {names}")
+    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise UserError(
+            f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must have "
+            "the same tokens, micro-batch and width"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise UserError(
+            f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} may differ "
+            "in width only"
+        )
+    if softmax_scale is not None and not isfinite(softmax_scale):
+        raise UserError(f"softmax_scale={softmax_scale} must be a finite number")
+    _check_divisions(query, key, head_parallel)
+
+
+def _check_divisions(query: Tensor, key: Tensor, head_parallel: int) -> None:
+    tokens, heads, groups = query.shape[0], query.shape[2], key.shape[2]
+    if tokens % 2:
+        raise UserError(
+            f"{tokens} tokens on each rank: the zigzag order gives a rank two pieces of equal "
+            f"length, so it must be even; nearest: {[tokens - 1, tokens + 1]}"
+        )
+    if heads % groups:
+        raise UserError(
+            f"{groups} key/value heads do not divide {heads} query heads; nearest that do: "
+            f"{nearest_values(groups, divisors(heads))}"
+        )
+    if heads % head_parallel:
+        raise UserError(
+            f"a head group of {head_parallel} ranks does not divide {heads} query heads; nearest "
+            f"sizes that do: {nearest_values(head_parallel, divisors(heads))}"
+        )
