@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class NodeError(UserError):
+    """A user's error that only this machine may see: a file, a disk. Its first rank prints it."""
+
+
 def nearest_values(value: int, candidates: Iterable[int], count: int = 4) -> list[int]:
     """Returns up to ``count`` of ``candidates`` closest to ``value``, in ascending order."""
     ranked = sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))

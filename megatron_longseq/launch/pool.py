@@ -25,6 +25,16 @@ from .job import Job, RankError, RankStatus, receive_message, send_message
 _WAITING = re.compile(r"torch/distributed/|megatron_longseq/communication/")
 LOG_TAIL_LINES = 15
 
+# One thread per library pool in the parent: a fork must find no thread but the main one.
+_SINGLE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# glibc gives a large freed block back to the kernel at once, and the next one of that size is
+# paged in zero by zero again: half the time of a large softmax. Keep what was freed instead.
+_KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
 
 class RankFailure(RuntimeError):
     """A rank failed, died or hung; the message names it and shows the end of what it printed.
@@ -69,10 +79,11 @@ class RankPool:
         if self._process is not None and self._process.poll() is None:
             return
         ours, theirs = socket.socketpair()
-        # One thread per library pool in the parent: a fork must find no thread but the main one.
-        environment = os.environ | {
-            name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        }
+        environment = (
+            os.environ
+            | _SINGLE_THREAD
+            | {name: os.environ.get(name, value) for name, value in _KEEP_FREED_MEMORY.items()}
+        )
         command = [sys.executable, "-m", __package__ + ".zygote", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command + ([self._preload] if self._preload else []),

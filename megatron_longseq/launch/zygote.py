@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from .job import Job, RankStatus, receive_message, send_message
 from .rank import run_rank
@@ -106,7 +107,7 @@ def _watch(
     killed: set[int] = set()
     released = False
     while pidfds:
-        watched = [*pidfds, connection] + ([] if released else [finished_read])
+        watched: list[Any] = [*pidfds, connection] + ([] if released else [finished_read])
         ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
         if connection in ready:
             # The pool sends nothing while a job runs: it cancels, or it is gone.

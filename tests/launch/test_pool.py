@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,9 +139,9 @@ def test_processes_started_by_a_rank_end_with_it(ranks, tmp_path):
     pid = int(path.read_text())
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        status = f"/proc/{pid}/stat"
+        status = Path(f"/proc/{pid}/stat")
         # A killed orphan may stay a zombie until the machine's first process collects it.
-        if not os.path.exists(status) or open(status).read().split(")")[1].split()[0] == "Z":
+        if not status.exists() or status.read_text().split(")")[1].split()[0] == "Z":
             return
         time.sleep(0.05)
     pytest.fail(f"process {pid} is still alive")

@@ -1,0 +1,222 @@
+"""Command-line flags <-> config; nothing else in this package touches argparse.
+
+:func:`extra_arguments` is what Megatron's ``extra_args_provider`` takes. It adds this package's
+flags, sets the defaults that the flag table maps, and then checks the whole command line right
+there: before Megatron's own checks, which end in bare assertions, and before any process group.
+Whoever gives it to Megatron, be it our entry point or a user's own script, gets the same checks.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import cpu_platform, flag_table
+from .config import check_options, flag_of, options
+from .errors import UserError, divisors, nearest_values
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None = None) -> Provider:
+    """Returns an ``extra_args_provider`` that adds this package's flags and checks everything.
+
+    Args:
+        then: the user's own provider, called first.
+        argv: what to check; default ``sys.argv[1:]``, which Megatron parses.
+    """
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if then is not None:
+            parser = then(parser)
+        add_arguments(parser)
+        check_command_line(parser, sys.argv[1:] if argv is None else argv)
+        return parser
+
+    return provide
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of :mod:`megatron_longseq.config` and sets the mapped defaults."""
+    group = parser.add_argument_group("megatron_longseq")
+    for field in options():
+        described = dict(field.metadata["longseq"])
+        group.add_argument(flag_of(field.name), default=field.default, **described)
+    defaults = flag_table.mapped_defaults()
+    if cpu_platform.is_installed():
+        defaults |= cpu_platform.ARGUMENTS
+    parser.set_defaults(**defaults)
+
+
+def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses ``argv`` and checks it; returns the arguments.
+
+    Raises:
+        UserError: with flag, value, rule and what would work.
+    """
+    _raise_instead_of_exiting(parser)
+    args = parser.parse_args(argv)
+    given = given_arguments(parser, argv)
+    check_options({field.name: getattr(args, field.name) for field in options()})
+    _check_refusals(args, given)
+    if cpu_platform.is_installed():
+        _check_cpu(args, given)
+    check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    return args
+
+
+def given_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The arguments that ``argv`` sets itself, without any default."""
+    defaults = [(action, action.default) for action in parser._actions]
+    parser_defaults = dict(parser._defaults)
+    try:
+        for action, _ in defaults:
+            action.default = argparse.SUPPRESS
+        parser._defaults.clear()
+        return vars(parser.parse_args(argv))
+    finally:
+        for action, default in defaults:
+            action.default = default
+        parser._defaults.update(parser_defaults)
+
+
+def mapped_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What this package set by itself and still holds in ``args``; for the start-up lines."""
+    defaults = flag_table.mapped_defaults()
+    if cpu_platform.is_installed():
+        defaults |= cpu_platform.ARGUMENTS
+    return {name: value for name, value in defaults.items() if getattr(args, name, None) == value}
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def _check_refusals(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    for rule in flag_table.RULES:
+        if rule.refuses is not None and rule.name in given and rule.refuses(args):
+            value = given[rule.name]
+            shown = "" if isinstance(value, bool) else f" {_shown(value)}"
+            raise UserError(f"{rule.flag}{shown} is refused ({rule.when}): {rule.reason}")
+
+
+def _check_cpu(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Refuses what a CPU cannot do, instead of letting the run fail somewhere inside Megatron."""
+    for name, needed in cpu_platform.ARGUMENTS.items():
+        if name == "num_workers" or name not in given or given[name] == needed:
+            continue
+        raise UserError(
+            f"{flag_of(name)} {_shown(given[name])}: on a CPU it must be {needed}; "
+            "leave it out, or run on a GPU"
+        )
+    for name in ("fp8", "fp4", "tp_comm_overlap", "use_megatron_fsdp", "use_torch_fsdp2"):
+        if given.get(name):
+            raise UserError(f"{flag_of(name)}: needs a GPU; leave it out on a CPU")
+
+
+def check_layout(args: argparse.Namespace, world_size: int) -> None:
+    """Checks sizes that must divide each other, naming the values that would work."""
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    model = tensor * pipeline * context
+    if world_size % model:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
+            f"--context-parallel-size {context} needs {model} processes or a multiple of it, "
+            f"but {world_size} {'was' if world_size == 1 else 'were'} started"
+        )
+    if args.num_layers is None or args.hidden_size is None:
+        return  # Megatron names what is missing
+    heads = args.num_attention_heads
+    _must_divide("--tensor-model-parallel-size", tensor, "--num-attention-heads", heads)
+    if args.group_query_attention:
+        groups = args.num_query_groups
+        _must_divide("--num-query-groups", groups, "--num-attention-heads", heads)
+        if groups % tensor and tensor % groups:
+            works = [d for d in divisors(heads) if groups % d == 0 or d % groups == 0]
+            raise UserError(
+                f"--tensor-model-parallel-size {tensor}: must divide --num-query-groups {groups} "
+                f"or be a multiple of it; nearest: {_listed(nearest_values(tensor, works))}"
+            )
+    if args.kv_channels is None:
+        _must_divide("--num-attention-heads", heads, "--hidden-size", args.hidden_size)
+    if args.ffn_hidden_size is not None:
+        _must_divide(
+            "--tensor-model-parallel-size", tensor, "--ffn-hidden-size", args.ffn_hidden_size
+        )
+    _check_pipeline(args, pipeline)
+    if args.sequence_parallel and tensor > 1:
+        _must_divide("--tensor-model-parallel-size", tensor, "--seq-length", args.seq_length)
+    if context > 1 and args.seq_length % (2 * context):
+        step = 2 * context
+        raise UserError(
+            f"--seq-length {args.seq_length}: must be a multiple of 2 x --context-parallel-size "
+            f"= {step}; nearest: {_multiples_around(args.seq_length, step)}"
+        )
+    data = world_size // model
+    micro, batch = args.micro_batch_size, args.global_batch_size
+    if micro and batch and batch % (micro * data):
+        raise UserError(
+            f"--global-batch-size {batch}: must be a multiple of --micro-batch-size {micro} x "
+            f"{data} data-parallel replicas = {micro * data}; "
+            f"nearest: {_multiples_around(batch, micro * data)}"
+        )
+
+
+def _check_pipeline(args: argparse.Namespace, pipeline: int) -> None:
+    uneven = (
+        args.pipeline_model_parallel_layout is not None
+        or args.decoder_first_pipeline_num_layers is not None
+        or args.decoder_last_pipeline_num_layers is not None
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
+    )
+    if not uneven:
+        _must_divide("--pipeline-model-parallel-size", pipeline, "--num-layers", args.num_layers)
+
+
+def _must_divide(flag: str, value: int, of_flag: str, total: int) -> None:
+    if value < 1 or total % value:
+        raise UserError(
+            f"{flag} {value}: must divide {of_flag} {total}; "
+            f"nearest: {_listed(nearest_values(value, divisors(total)))}"
+        )
+
+
+def _multiples_around(value: int, step: int) -> str:
+    below = value // step * step
+    return _listed([v for v in (below, below + step) if v > 0])
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(item) for item in value)
+    return str(getattr(value, "name", value))
+
+
+def _raise_instead_of_exiting(parser: argparse.ArgumentParser) -> None:
+    """Makes this parser raise :class:`UserError` where argparse prints pages of usage and exits."""
+
+    def error(message: str) -> None:
+        prefix = "unrecognized arguments: "
+        if not message.startswith(prefix):
+            raise UserError(message)
+        unknown = message.removeprefix(prefix).split()
+        flags = [flag for flag in unknown if flag.startswith("--")]
+        if not flags:
+            raise UserError(f"{unknown[0]}: belongs to no flag")
+        known = [text for action in parser._actions for text in action.option_strings]
+        raise UserError(unknown_flag_message(flags[0].split("=")[0], known))
+
+    parser.error = error  # type: ignore[assignment, method-assign]
+
+
+def unknown_flag_message(flag: str, known: Sequence[str]) -> str:
+    """Says that a flag is unknown and which known one was probably meant."""
+    close = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
+    return f"{flag}: there is no such flag" + (f"; nearest: {_listed(close)}" if close else "")

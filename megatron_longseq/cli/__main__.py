@@ -1,0 +1,7 @@
+"""``python -m megatron_longseq.cli``."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""The only file that knows Megatron versions.
+
+Megatron promises a stable interface for ``megatron.core`` alone; ``megatron.training`` changed the
+signature of ``pretrain()`` three times within half a year. Whatever this package uses of it goes
+through here, so that supporting one more release is one more branch in this file.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .errors import UserError
+
+SUPPORTED = "0.19"
+
+
+def check_megatron_version() -> str:
+    """Returns the installed Megatron version.
+
+    Raises:
+        UserError: it is not one that this package supports.
+    """
+    from megatron.core import __version__ as version
+
+    if not version.startswith(SUPPORTED + "."):
+        raise UserError(
+            f"megatron-core {version} is installed; this release supports {SUPPORTED}.x: "
+            f"pip install 'megatron-core~={SUPPORTED}.0'"
+        )
+    return version
+
+
+def add_megatron_arguments(parser: Any) -> Any:
+    """Adds all of Megatron's own flags to an argparse parser."""
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(parser)
+
+
+def parse_and_validate(extra_arguments: Callable[[Any], Any]) -> Any:
+    """Parses ``sys.argv`` with Megatron's parser, checks it and sets Megatron's globals."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    return parse_and_validate_args(extra_args_provider=extra_arguments)
+
+
+def model_config(args: Any, config_class: type, layer_spec: Callable) -> Any:
+    """Builds Megatron's ``GPTModelConfig`` with our transformer config class and layer spec."""
+    from megatron.training.argument_utils import (
+        core_transformer_config_from_args,
+        gpt_config_from_args,
+    )
+
+    transformer = core_transformer_config_from_args(args, config_class)
+    config = gpt_config_from_args(args, config=transformer)
+    if config.transformer_layer_spec is None:  # --spec names another one
+        config.transformer_layer_spec = layer_spec
+    return config
+
+
+def pretrain(args: Any, config: Any, datasets: Callable, forward_step: Callable) -> None:
+    """Runs Megatron's training loop."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain as megatron_pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    provider = functools.partial(datasets)
+    # Every rank builds its own part; Megatron asks the provider for this mark.
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    container = pretrain_cfg_container_from_args(args, config)
+    megatron_pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def stock_layer_spec(config: Any, vp_stage: int | None) -> Any:
+    """The spec that Megatron itself would use for this ``GPTModelConfig``."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    return default_layer_spec(config, vp_stage)
+
+
+def stock_final_norm(config: Any) -> Any:
+    """The norm that Megatron puts behind the last layer for this transformer config."""
+    from megatron.core.transformer import transformer_block
+
+    return transformer_block.LayerNormImpl

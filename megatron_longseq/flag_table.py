@@ -1,0 +1,170 @@
+"""Every Megatron flag that meets this package: takes effect, mapped, or refused.
+
+The table is data, used three times: :mod:`megatron_longseq.arguments` sets the mapped defaults and
+refuses what is refused, the start-up lines print what was mapped, and ``docs/flags.md`` is made
+from it (``python -m megatron_longseq.flag_table > docs/flags.md``; a test compares the two).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Effect = Literal["takes effect", "mapped", "refused"]
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """What happens to one Megatron flag.
+
+    Attributes:
+        flag: as the user writes it.
+        name: its name in Megatron's arguments.
+        effect: what happens.
+        when: the condition, in words.
+        reason: why, and for a refusal what to do instead.
+        default: for ``mapped``: the default this package sets.
+        refuses: for ``refused``: given the arguments, says whether this rule refuses them. It is
+            asked only if the user gave the flag.
+    """
+
+    flag: str
+    name: str
+    effect: Effect
+    when: str
+    reason: str
+    default: Any = None
+    refuses: Callable[[Any], bool] | None = None
+
+
+def _local(args: Any) -> bool:
+    return args.transformer_impl == "local"
+
+
+def _always(_args: Any) -> bool:
+    return True
+
+
+RULES: tuple[FlagRule, ...] = (
+    FlagRule(
+        "--yaml-cfg",
+        "yaml_cfg",
+        "refused",
+        "always",
+        "it replaces all arguments, this package's own included; "
+        "use `longseq train --config FILE`, whose keys are the same flags",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--multi-latent-attention",
+        "multi_latent_attention",
+        "refused",
+        "always",
+        "Megatron then uses a config class of its own, without this package's options; "
+        "use grouped-query attention: --group-query-attention --num-query-groups N",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--heterogeneous-layers-config-path",
+        "heterogeneous_layers_config_path",
+        "refused",
+        "always",
+        "Megatron then uses a config class of its own, without this package's options; "
+        "run Megatron's own pretrain_gpt.py",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--no-create-attention-mask-in-dataloader",
+        "create_attention_mask_in_dataloader",
+        "mapped",
+        "always",
+        "no layer here reads a mask of s x s entries; at long sequences building it is the first "
+        "thing that runs out of memory",
+        default=False,
+    ),
+    FlagRule(
+        "--attention-dropout",
+        "attention_dropout",
+        "mapped",
+        "default 0.0 instead of 0.1; a value given takes effect",
+        "dropout makes two layouts differ: each rank draws its own numbers",
+        default=0.0,
+    ),
+    FlagRule(
+        "--hidden-dropout",
+        "hidden_dropout",
+        "mapped",
+        "default 0.0 instead of 0.1; a value given takes effect",
+        "dropout makes two layouts differ: each rank draws its own numbers",
+        default=0.0,
+    ),
+    FlagRule(
+        "--context-parallel-size",
+        "context_parallel_size",
+        "refused",
+        "greater than 1 with local layers",
+        "Megatron's local attention cannot split a sequence; use "
+        "--context-parallel-size 1, or --transformer-impl transformer_engine on a GPU",
+        refuses=lambda args: args.context_parallel_size > 1 and _local(args),
+    ),
+    FlagRule(
+        "--cp-comm-type",
+        "cp_comm_type",
+        "refused",
+        "with local layers",
+        "only Transformer Engine's attention reads it; leave it out",
+        refuses=_local,
+    ),
+    FlagRule(
+        "--hierarchical-context-parallel-sizes",
+        "hierarchical_context_parallel_sizes",
+        "refused",
+        "with local layers",
+        "only Transformer Engine's attention reads it; leave it out",
+        refuses=_local,
+    ),
+    FlagRule(
+        "--attention-backend",
+        "attention_backend",
+        "refused",
+        "with local layers, unless auto, unfused or local",
+        "only Transformer Engine's attention has other backends; leave it out",
+        refuses=lambda args: (
+            _local(args)
+            and getattr(args.attention_backend, "name", args.attention_backend)
+            not in ("auto", "unfused", "local")
+        ),
+    ),
+    FlagRule(
+        "--ckpt-fully-reshardable (--dist-ckpt-optim-fully-reshardable)",
+        "dist_ckpt_optim_fully_reshardable",
+        "mapped",
+        "with --use-distributed-optimizer",
+        "a checkpoint with optimizer state then loads into any tensor- and pipeline-parallel size",
+        default=True,
+    ),
+)
+
+
+def mapped_defaults() -> dict[str, Any]:
+    """Argument name -> default, for every rule that maps without a further condition."""
+    return {rule.name: rule.default for rule in RULES if rule.effect == "mapped"}
+
+
+def as_markdown() -> str:
+    """The table as a page of the documentation."""
+    lines = [
+        "# Megatron flags that meet ours",
+        "",
+        "A flag that is given takes effect or stops the run before the first step. Flags of",
+        "Megatron that are not named here are Megatron's own and work as there.",
+        "",
+        "| flag | effect | when | why, and what to do |",
+        "|---|---|---|---|",
+    ]
+    for rule in RULES:
+        lines.append(f"| `{rule.flag}` | {rule.effect} | {rule.when} | {rule.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

@@ -1,0 +1,68 @@
+"""From a config to Megatron layer specs; nothing else in this package chooses modules.
+
+The stock spec is taken as Megatron builds it and edited, never rewritten, so that whatever
+Megatron decides for its own layers stays decided by Megatron.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from . import compat
+from .norms import SequenceParallelNorm
+
+
+def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
+    """Returns the layer specs of this pipeline stage.
+
+    Args:
+        model_config: Megatron's ``GPTModelConfig``; its ``transformer`` is the
+            :class:`~megatron_longseq.config.LongSeqTransformerConfig`.
+        vp_stage: virtual pipeline stage, with interleaved pipelines.
+
+    The only edit so far: where Megatron falls back to PyTorch's norm, which refuses sequence
+    parallelism, the layers get :class:`~megatron_longseq.norms.SequenceParallelNorm`.
+    """
+    spec = copy.deepcopy(compat.stock_layer_spec(model_config, vp_stage))
+    config = model_config.transformer
+    if isinstance(spec, ModuleSpec):
+        count = get_num_layers_to_build(config, vp_stage=vp_stage)
+        spec = TransformerBlockSubmodules(
+            layer_specs=[spec] * count, layer_norm=compat.stock_final_norm(config)
+        )
+    return replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
+
+
+def replace_modules(spec: Any, replacements: Mapping[Any, Any]) -> Any:
+    """Returns ``spec`` with modules replaced, wherever they stand in it.
+
+    Walks dataclasses (specs and their submodules), lists, dicts and the keywords of
+    :class:`functools.partial`, which Megatron uses to bind a module's own submodules.
+    """
+    if isinstance(spec, functools.partial):
+        keywords = {k: replace_modules(v, replacements) for k, v in spec.keywords.items()}
+        args = [replace_modules(a, replacements) for a in spec.args]
+        return functools.partial(spec.func, *args, **keywords)
+    if isinstance(spec, list | tuple):
+        return type(spec)(replace_modules(item, replacements) for item in spec)
+    if isinstance(spec, dict):
+        return {key: replace_modules(value, replacements) for key, value in spec.items()}
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        result = copy.copy(spec)
+        for field in dataclasses.fields(spec):
+            value = replace_modules(getattr(spec, field.name), replacements)
+            setattr(result, field.name, value)
+        return result
+    try:
+        return replacements.get(spec, spec)
+    except TypeError:  # what cannot be a key stands for itself
+        return spec

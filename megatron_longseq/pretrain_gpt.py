@@ -1,0 +1,97 @@
+"""Entry point: ``torchrun .. -m megatron_longseq.pretrain_gpt <Megatron flags> --longseq-..``.
+
+A complete main job from the Megatron wheel alone. What it does, in order: decide for CPU or GPU,
+parse and check the command line, build Megatron's configs with this package's layer spec, and
+hand over to Megatron's own training loop with the batches and loss of :mod:`gpt_training`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .errors import NodeError, UserError
+
+USER_ERROR_EXIT_CODE = 2
+
+
+def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False):
+    """Installs the CPU platform if it is to be used, and imports Megatron.
+
+    Also the preload function of the launcher: after it a process is ready to fork ranks.
+
+    Returns:
+        The :class:`~megatron_longseq.cpu_platform.CpuPlatform`, or None on a GPU.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--longseq-device", default="auto")
+    device = parser.parse_known_args(list(argv))[0].longseq_device
+
+    from . import cpu_platform
+
+    platform = None
+    if cpu_platform.should_use(device) and not cpu_platform.is_installed():
+        platform = cpu_platform.CpuPlatform(double_precision=double_precision)
+        platform.install()
+    _import_megatron()
+    if platform is not None:
+        platform.mend_megatron()
+        platform.count_memory()
+    return platform
+
+
+def train() -> None:
+    """Trains with the flags in ``sys.argv``; the process must have been prepared."""
+    from . import compat, gpt_training
+    from .arguments import extra_arguments
+    from .config import LongSeqTransformerConfig
+    from .layer_specs import longseq_layer_spec
+    from .startup_report import print_report_hook
+
+    args = compat.parse_and_validate(extra_arguments())
+    gpt_training.check_data(args)
+    config = compat.model_config(args, LongSeqTransformerConfig, longseq_layer_spec)
+    config.pre_wrap_hooks.append(print_report_hook)
+    run = gpt_training.GPTTraining(args)
+    with run:
+        compat.pretrain(args, config, run.datasets, run.forward_step)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job; prints a user's error once per cause, without a stack trace."""
+    if argv is not None:
+        sys.argv[1:] = argv
+    try:
+        prepare_process(sys.argv[1:])
+        train()
+    except UserError as error:
+        if should_print(error):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR_EXIT_CODE
+    return 0
+
+
+def should_print(error: UserError) -> bool:
+    """One rank speaks for all: rank 0, or for what only one machine sees its first rank."""
+    variable = "LOCAL_RANK" if isinstance(error, NodeError) else "RANK"
+    return os.environ.get(variable, "0") == "0"
+
+
+def _import_megatron() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        # Apex and Transformer Engine are optional here; each of their absences warns at import.
+        warnings.simplefilter("ignore")
+        from . import compat
+
+        compat.check_megatron_version()
+        import megatron.core.dist_checkpointing
+        import megatron.training
+        import megatron.training.argument_utils
+        import megatron.training.models.gpt
+        import megatron.training.training  # noqa: F401
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The start-up lines: what runs where, read off the model that was really built.
+
+Nothing here is an intention: layer kinds and their modules come from the built model, groups from
+Megatron's process groups, local shapes from the config. Printed once, by rank 0.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import get_args
+
+from . import __version__, arguments, compat, cpu_platform
+
+# Rows longer than this are cut in the middle: a thousand ranks need no thousand numbers.
+_SHOWN_GROUPS = 4
+_SHOWN_RANKS = 8
+
+
+def print_report_hook(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """A ``pre_wrap_hook`` of Megatron's model config: prints the report, returns the models."""
+    groups = describe_groups()  # every rank takes part: it gathers
+    if dist.get_rank() == 0:
+        print("\n".join(report_lines(models, groups)), flush=True)
+    return models
+
+
+def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
+    """The report, one string a line."""
+    args = get_args()
+    config: Any = models[0].config
+    device = "CPU over gloo" if cpu_platform.is_installed() else torch.cuda.get_device_name()
+    lines = [
+        f"megatron_longseq {__version__} on megatron-core {compat.check_megatron_version()}, "
+        f"torch {torch.__version__}, {device}"
+    ]
+    mapped = arguments.mapped_arguments(args)
+    lines.append("  set by default: " + " ".join(_as_setting(n, v) for n, v in mapped.items()))
+    lines += [f"  {line}" for line in describe_layers(models)]
+    lines += [f"  {line}" for line in groups]
+    lines.append("  " + describe_shapes(args, config))
+    return lines
+
+
+def describe_layers(models: list[torch.nn.Module]) -> list[str]:
+    """One line per kind of layer on this rank: how many, and which modules do the work."""
+    kinds: Counter[tuple[str, ...]] = Counter()
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, TransformerLayer):
+                kinds[_layer_kind(module)] += 1
+    return [
+        f"{count} layer{'s' if count > 1 else ''} on this rank: {', '.join(kind)}"
+        for kind, count in kinds.items()
+    ]
+
+
+def _layer_kind(layer: TransformerLayer) -> tuple[str, ...]:
+    attention = layer.self_attention
+    core = getattr(attention, "core_attention", None)
+    method = f"attention {type(attention).__name__}"
+    if core is not None:
+        method += f" with {describe_kernel(core)}"
+    return (
+        method,
+        f"MLP {type(layer.mlp).__name__}",
+        f"norm {type(layer.input_layernorm).__name__}",
+    )
+
+
+def describe_kernel(core_attention: torch.nn.Module) -> str:
+    """Which code computes the scores; a core attention of ours describes itself."""
+    describe = getattr(core_attention, "describe", None)
+    if describe is not None:
+        return describe()
+    name = type(core_attention).__name__
+    if name == "DotProductAttention":
+        return "DotProductAttention (Megatron's, keeps s x s scores)"
+    return name
+
+
+def describe_groups() -> list[str]:
+    """One line per kind of process group with more than one rank: all groups of that kind."""
+    kinds = {
+        "tensor parallel": mpu.get_tensor_model_parallel_group(),
+        "context parallel": mpu.get_context_parallel_group(),
+        "pipeline parallel": mpu.get_pipeline_model_parallel_group(),
+        "data parallel": mpu.get_data_parallel_group(),
+        "expert parallel": mpu.get_expert_model_parallel_group(),
+    }
+    lines = []
+    for name, group in kinds.items():
+        mine = dist.get_process_group_ranks(group)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        distinct = sorted({tuple(ranks) for ranks in everyone})
+        if len(mine) > 1:
+            lines.append(f"{name} {len(mine)}: {_shown_groups(distinct)}")
+    return lines or ["one process, no groups"]
+
+
+def describe_shapes(args: Any, config: Any) -> str:
+    """Local sizes of what a layer sees: tokens, heads, and the hidden state between layers."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    tokens = args.seq_length // context
+    local = tokens // tensor if config.sequence_parallel else tokens
+    groups = config.num_query_groups or config.num_attention_heads
+    return (
+        f"per rank: {tokens} of {args.seq_length} tokens in attention, "
+        f"{config.num_attention_heads // tensor} query heads, {max(1, groups // tensor)} "
+        f"key/value heads of {config.kv_channels}, "
+        f"hidden state [{local}, {args.micro_batch_size}, {config.hidden_size}] "
+        f"{str(config.params_dtype).removeprefix('torch.')}"
+    )
+
+
+def _shown_groups(groups: list[tuple[int, ...]]) -> str:
+    shown = [_shown_ranks(ranks) for ranks in groups[:_SHOWN_GROUPS]]
+    more = len(groups) - len(shown)
+    return " ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _shown_ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= _SHOWN_RANKS:
+        return "[" + " ".join(map(str, ranks)) + "]"
+    return f"[{ranks[0]} {ranks[1]} .. {ranks[-1]}]"
+
+
+def _as_setting(name: str, value: Any) -> str:
+    return f"{name}={value}"

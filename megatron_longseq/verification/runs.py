@@ -1,0 +1,151 @@
+"""The two command lines of a verification: the run itself, and what it is compared with."""
+
+import argparse
+from collections.abc import Sequence
+
+from ..arguments import given_arguments
+from ..config import options
+from ..errors import UserError
+
+# Largest relative differences that count as equal. In float64 nothing but the order of sums
+# differs. Adam divides by the root of a running mean of squares: where a gradient is nearly zero
+# its sign is noise, and a step of the learning rate's size goes either way; hence the looser bound
+# for parameters in the narrow types.
+TOLERANCES = {
+    "fp64": {"output": 1e-10, "loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10},
+    "fp32": {"output": 1e-4, "loss": 1e-5, "gradient": 1e-3, "parameter": 1e-2},
+    "bf16": {"output": 5e-2, "loss": 1e-3, "gradient": 5e-2, "parameter": 5e-2},
+}
+
+# What makes a layout. The reference does without.
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "hierarchical_context_parallel_sizes",
+    "cp_comm_type",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_vp_stage",
+    "pipeline_model_parallel_layout",
+    "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "overlap_p2p_comm",
+    "align_param_gather",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+
+# What a verification replaces: data, length, checkpoints, logs.
+REPLACED = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "split",
+    "mock_data",
+    "train_iters",
+    "train_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "eval_iters",
+    "eval_interval",
+    "save",
+    "save_interval",
+    "load",
+    "tensorboard_dir",
+    "log_interval",
+    "clip_grad",
+    "longseq_measure",
+    "logging_level",
+    "bf16",
+    "fp16",
+    "make_vocab_size_divisible_by",
+)
+
+
+def verification_runs(
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    *,
+    processes: int,
+    against: str,
+    precision: str,
+    steps: int,
+) -> dict[str, tuple[list[str], int]]:
+    """Makes the command lines of a verification from those of a run.
+
+    Args:
+        argv: the run's flags.
+        parser: knows every flag.
+        processes: ranks of the run.
+        against: ``one-process``, or ``stock``: the same layout without this package's methods.
+        precision: ``fp64``, ``fp32`` or ``bf16``.
+        steps: optimizer steps.
+
+    Returns:
+        Command line and number of ranks of the ``reference`` and of the ``candidate``.
+
+    Raises:
+        UserError: the flags draw random numbers, which no two layouts share.
+    """
+    args = parser.parse_args(list(argv))
+    given = given_arguments(parser, argv)
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(args, name):
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: each layout draws other "
+                "numbers; verify with 0"
+            )
+    common = [
+        *without(argv, parser, REPLACED),
+        *("--train-iters", str(steps), "--lr-decay-iters", str(steps)),
+        *("--eval-iters", "0", "--eval-interval", "1000000", "--log-interval", "1000000"),
+        *("--clip-grad", "0", "--logging-level", "40", "--no-check-for-nan-in-loss-and-grad"),
+        *(["--bf16"] if precision == "bf16" else []),
+    ]
+    if "global_batch_size" not in given:
+        common += ["--global-batch-size", str((args.micro_batch_size or 1) * processes)]
+    # The vocabulary is padded to a multiple that depends on the tensor-parallel size: the padded
+    # size must be the same in both runs.
+    unit = args.make_vocab_size_divisible_by
+    tensor = args.tensor_model_parallel_size
+    ours = [option.name for option in options()]
+    if against == "stock":
+        reference = without(common, parser, ours)
+        divisor, reference_processes = unit, processes
+    else:
+        reference = without(common, parser, [*LAYOUT, *ours])
+        divisor, reference_processes = unit * tensor, 1
+    pad = "--make-vocab-size-divisible-by"
+    return {
+        "reference": ([*reference, pad, str(divisor)], reference_processes),
+        "candidate": ([*common, pad, str(unit)], processes),
+    }
+
+
+def without(
+    argv: Sequence[str], parser: argparse.ArgumentParser, names: Sequence[str]
+) -> list[str]:
+    """The command line without the flags that set these arguments."""
+    actions = {text: action for action in parser._actions for text in action.option_strings}
+    kept: list[str] = []
+    dropping = False
+    for word in argv:
+        action = actions.get(word.split("=")[0]) if word.startswith("-") else None
+        if action is not None:
+            dropping = action.dest in names
+        if not dropping:
+            kept.append(word)
+    return kept
