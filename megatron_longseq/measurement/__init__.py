@@ -2,13 +2,20 @@
 
 from .live_bytes import LiveBytes, LiveStorage
 from .saved_bytes import HeldBytes, SavedForBackward, SavedTensor, held_after, saved_for_backward
+from .traffic import Counts, Flow, Traffic, TrafficCounter
+from .transport import MeasuredTransport
 
 __all__ = [
+    "Counts",
+    "Flow",
     "HeldBytes",
     "LiveBytes",
     "LiveStorage",
+    "MeasuredTransport",
     "SavedForBackward",
     "SavedTensor",
+    "Traffic",
+    "TrafficCounter",
     "held_after",
     "saved_for_backward",
 ]

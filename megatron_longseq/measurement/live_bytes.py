@@ -112,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
                 self.include(thing.parameters(), thing.buffers())
             else:
                 self.include(*thing)
-        self._raise_peak()
+        self.current()
         return self
 
     def current(self) -> int:
@@ -176,7 +176,11 @@ class LiveBytes(TorchDispatchMode):
             self._see_tensor(result, func)
         elif isinstance(result, tuple | list):
             self._see(result, func)
-        self._raise_peak()
+        if self._dead:
+            self._bury()
+        if self._bytes > self._peak:
+            # Settled by asking every storage: one may have been resized since it was last seen.
+            self.current()
         return result
 
     def _see(self, values: Iterable[Any], origin: Any) -> None:
@@ -221,9 +225,3 @@ class LiveBytes(TorchDispatchMode):
             if self._live.get(entry.address) is entry:
                 del self._live[entry.address]
                 self._bytes -= entry.nbytes
-
-    def _raise_peak(self) -> None:
-        self._bury()
-        if self._bytes > self._peak:
-            # Settled by asking every storage: one may have been resized since it was last seen.
-            self.current()
