@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_longseq.measurement import Counts, MeasuredTransport, Traffic, TrafficCounter
+from megatron_longseq.measurement import (
+    Counts,
+    LiveBytes,
+    MeasuredTransport,
+    Traffic,
+    TrafficCounter,
+)
 from megatron_longseq.measurement.operations import Place, all_reduce
 
 SIZES = (2, 3, 4)
@@ -228,16 +234,17 @@ def count_in_backward():
             return gradient
 
     x = torch.ones(5, requires_grad=True)
-    with TrafficCounter() as counter:
+    with LiveBytes() as live, TrafficCounter() as counter:
         y = Exchange.apply(x).sum()
         forward = counter.traffic.total().calls
         y.backward()
-    return forward, counter.rows()
+    return forward, counter.rows(), live.peak()
 
 
-def test_communication_inside_backward_is_counted(ranks):
-    for forward, rows in ranks.run(count_in_backward, world_size=2, backend="gloo"):
+def test_communication_inside_backward_is_counted_beside_memory(ranks):
+    for forward, rows, peak in ranks.run(count_in_backward, world_size=2, backend="gloo"):
         assert forward == 0
+        assert peak == 20 + 4 + 4 + 20  # x, the sum, its gradient, and that one spread out
         assert [(row["operation"], row["payload_bytes"]) for row in rows] == [("all_reduce", 20)]
 
 
