@@ -13,7 +13,9 @@ and optimizer alike, and follows each storage it sees until PyTorch frees it:
 What is counted
     Bytes of unique storages, so a view costs nothing and a slice costs the storage it keeps alive.
     Storages that only C++ holds (saved for backward, a gradient on its way) count like any other.
-    The numbers depend on the program alone: not on the allocator, its caches, or the device.
+    The numbers depend on the program alone: not on the allocator, its caches, or the device. (One
+    exception: a thread of gloo may hold a tensor for a moment after its work is done, and then
+    autograd copies a gradient that it would otherwise have taken over.)
 
 Since when
     A storage is counted from the first operator that returns it *or takes it as an input*. What
