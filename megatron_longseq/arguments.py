@@ -62,7 +62,7 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     check_options({field.name: getattr(args, field.name) for field in options()})
     _check_refusals(args, given)
     if cpu_platform.is_installed():
-        _check_cpu(args, given)
+        _check_cpu(parser, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     return args
 
@@ -101,18 +101,26 @@ def _check_refusals(args: argparse.Namespace, given: dict[str, Any]) -> None:
             raise UserError(f"{rule.flag}{shown} is refused ({rule.when}): {rule.reason}")
 
 
-def _check_cpu(args: argparse.Namespace, given: dict[str, Any]) -> None:
+def _check_cpu(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
     """Refuses what a CPU cannot do, instead of letting the run fail somewhere inside Megatron."""
     for name, needed in cpu_platform.ARGUMENTS.items():
         if name == "num_workers" or name not in given or given[name] == needed:
             continue
         raise UserError(
-            f"{flag_of(name)} {_shown(given[name])}: on a CPU it must be {needed}; "
+            f"{_flag_in(parser, name)} {_shown(given[name])}: on a CPU it must be {needed}; "
             "leave it out, or run on a GPU"
         )
     for name in ("fp8", "fp4", "tp_comm_overlap", "use_megatron_fsdp", "use_torch_fsdp2"):
         if given.get(name):
-            raise UserError(f"{flag_of(name)}: needs a GPU; leave it out on a CPU")
+            raise UserError(f"{_flag_in(parser, name)}: needs a GPU; leave it out on a CPU")
+
+
+def _flag_in(parser: argparse.ArgumentParser, name: str) -> str:
+    """The flag that sets an argument: mostly, but not always, its name with dashes."""
+    for action in parser._actions:
+        if action.dest == name and action.option_strings:
+            return action.option_strings[0]
+    return flag_of(name)
 
 
 def check_layout(args: argparse.Namespace, world_size: int) -> None:
@@ -154,6 +162,13 @@ def check_layout(args: argparse.Namespace, world_size: int) -> None:
             f"--seq-length {args.seq_length}: must be a multiple of 2 x --context-parallel-size "
             f"= {step}; nearest: {_multiples_around(args.seq_length, step)}"
         )
+    if args.lr_warmup_iters and args.train_iters:
+        decay = args.lr_decay_iters or args.train_iters
+        if args.lr_warmup_iters >= decay:
+            raise UserError(
+                f"--lr-warmup-iters {args.lr_warmup_iters}: must be less than the {decay} steps of "
+                f"the learning rate's decay; nearest: {decay - 1}"
+            )
     data = world_size // model
     micro, batch = args.micro_batch_size, args.global_batch_size
     if micro and batch and batch % (micro * data):

@@ -6,6 +6,7 @@ through here, so that supporting one more release is one more branch in this fil
 """
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,19 @@ def add_megatron_arguments(parser: Any) -> Any:
 
 
 def parse_and_validate(extra_arguments: Callable[[Any], Any]) -> Any:
-    """Parses ``sys.argv`` with Megatron's parser, checks it and sets Megatron's globals."""
+    """Parses ``sys.argv`` with Megatron's parser, checks it and sets Megatron's globals.
+
+    Raises:
+        UserError: this package or Megatron refuses the flags.
+    """
     from megatron.training.arguments import parse_and_validate_args
 
-    return parse_and_validate_args(extra_args_provider=extra_arguments)
+    try:
+        return parse_and_validate_args(extra_args_provider=extra_arguments)
+    except AssertionError as error:
+        # How Megatron refuses arguments. Some of these have no text: then the line says it.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"Megatron refuses these flags: {error or where.line}") from error
 
 
 def model_config(args: Any, config_class: type, layer_spec: Callable) -> Any:

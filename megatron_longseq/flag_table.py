@@ -73,6 +73,49 @@ RULES: tuple[FlagRule, ...] = (
         refuses=_always,
     ),
     FlagRule(
+        "--sft",
+        "sft",
+        "refused",
+        "always",
+        "packed samples are not supported yet; pretrain on whole sequences",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--fim-data",
+        "fim_data",
+        "refused",
+        "always",
+        "the data set for filling in the middle is not built here; "
+        "run Megatron's own pretrain_gpt.py",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--dataloader-inter-document-masking",
+        "dataloader_inter_document_masking",
+        "refused",
+        "always",
+        "packed samples are not supported yet; documents attend across their borders, as in "
+        "Megatron's default",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--hybrid-context-parallel",
+        "hybrid_context_parallel",
+        "refused",
+        "always",
+        "packed samples are not supported yet",
+        refuses=_always,
+    ),
+    FlagRule(
+        "--reset-attention-mask",
+        "reset_attention_mask",
+        "refused",
+        "always",
+        "it needs a mask of s x s entries, which is never built here; "
+        "documents attend across their borders, as in Megatron's default",
+        refuses=_always,
+    ),
+    FlagRule(
         "--no-create-attention-mask-in-dataloader",
         "create_attention_mask_in_dataloader",
         "mapped",
@@ -135,10 +178,10 @@ RULES: tuple[FlagRule, ...] = (
         ),
     ),
     FlagRule(
-        "--ckpt-fully-reshardable (--dist-ckpt-optim-fully-reshardable)",
+        "--dist-ckpt-optim-fully-reshardable",
         "dist_ckpt_optim_fully_reshardable",
         "mapped",
-        "with --use-distributed-optimizer",
+        "always; matters with --use-distributed-optimizer",
         "a checkpoint with optimizer state then loads into any tensor- and pipeline-parallel size",
         default=True,
     ),

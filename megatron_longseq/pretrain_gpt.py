@@ -42,7 +42,7 @@ def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False)
 
 def train() -> None:
     """Trains with the flags in ``sys.argv``; the process must have been prepared."""
-    from . import compat, gpt_training
+    from . import checkpoint, compat, gpt_training
     from .arguments import extra_arguments
     from .config import LongSeqTransformerConfig
     from .layer_specs import longseq_layer_spec
@@ -50,11 +50,18 @@ def train() -> None:
 
     args = compat.parse_and_validate(extra_arguments())
     gpt_training.check_data(args)
+    checkpoint.check_checkpoint(args)
     config = compat.model_config(args, LongSeqTransformerConfig, longseq_layer_spec)
     config.pre_wrap_hooks.append(print_report_hook)
     run = gpt_training.GPTTraining(args)
-    with run:
-        compat.pretrain(args, config, run.datasets, run.forward_step)
+    try:
+        with run:
+            compat.pretrain(args, config, run.datasets, run.forward_step)
+    except Exception as error:
+        full_disk = checkpoint.explain_full_disk(error, args)
+        if full_disk is None:
+            raise
+        raise full_disk from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -120,7 +120,7 @@ class GridAgreement:
     ) -> list[int]:
         if place.size == 1:
             return list(values)
-        on_host = "cpu:gloo" in dist.get_backend_config(place.group)
+        on_host = "cpu:" in dist.get_backend_config(place.group)
         device = torch.device("cpu") if on_host else torch.device("cuda")
         vector = torch.tensor(values, dtype=torch.int64, device=device)
         started = time.monotonic()

@@ -34,7 +34,12 @@ def train_rank(argv: Sequence[str]) -> None:
     from ..pretrain_gpt import train
 
     sys.argv = ["pretrain_gpt.py", *argv]
-    train()
+    try:
+        train()
+    except SystemExit as end:
+        # Megatron leaves so when it was told to stop early: --exit-interval, a signal, ..
+        if end.code not in (None, 0):
+            raise
 
 
 def run_training(

@@ -1,10 +1,12 @@
 """Softmax attention in parts: block kernels, their merge, and the ring that needs both."""
 
+from .aten_kernel import AtenKernel
 from .block_kernels import BlockKernel, choose_kernel, kernels
 from .online_softmax import OnlineSoftmax, merge_
 from .ring_attention import ring_attention_backward, ring_attention_forward
 
 __all__ = [
+    "AtenKernel",
     "BlockKernel",
     "OnlineSoftmax",
     "choose_kernel",
