@@ -32,7 +32,9 @@ def test_local_order_is_increasing_and_made_of_an_early_and_a_late_piece(grid, p
     for rank in range(grid.ranks):
         tokens = grid.tokens(rank, total)
         assert (tokens.diff() > 0).all()
-        assert tuple(tokens[::piece].div(piece, rounding_mode="floor").tolist()) == grid.pieces(rank)
+        assert tuple(tokens[::piece].div(piece, rounding_mode="floor").tolist()) == grid.pieces(
+            rank
+        )
 
 
 @unhurried

@@ -87,7 +87,9 @@ class HeadExchange:
                     pieces = self._grid.piece_rows(place, rows)
                     receives += [Message(block[in_block], rank) for _, in_block in pieces]
                 sends += self._pack(tensor, repeat, packed.buffers)
-            exchange = self._channel.exchange(receives=receives, sends=sends, step="the way to heads")
+            exchange = self._channel.exchange(
+                receives=receives, sends=sends, step="the way to heads"
+            )
             packed.sending.append(exchange)
             for tensor, block, repeat in zip(tensors, whole, repeats, strict=True):
                 own = _heads(tensor, self._heads_of(self.place.position, tensor.shape[2], repeat))
@@ -134,7 +136,9 @@ class HeadExchange:
                     for local, in_block in self._grid.piece_rows(place, rows):
                         receives.append(Message(buffer.tensor[local], rank))
                         sends.append(Message(source[in_block], rank))
-            exchange = self._channel.exchange(receives=receives, sends=sends, step="the way to tokens")
+            exchange = self._channel.exchange(
+                receives=receives, sends=sends, step="the way to tokens"
+            )
             sources.sending.append(exchange)
             exchange.wait()
             return tuple(

@@ -44,9 +44,10 @@ def there_and_back(head_counts, staging):
 def test_to_heads_is_the_whole_sequence_in_order_and_to_tokens_its_inverse(ranks, size):
     counts = [size * 2, size, 1]
     for staging in ("auto", "always"):
-        assert ranks.run(
-            there_and_back, world_size=size, args=(counts, staging), backend="gloo"
-        ) == [0] * size
+        assert (
+            ranks.run(there_and_back, world_size=size, args=(counts, staging), backend="gloo")
+            == [0] * size
+        )
 
 
 def test_heads_that_neither_divide_nor_are_divided_by_the_group(ranks):

@@ -80,9 +80,7 @@ def tour(ring, rank):
             gradient.add(*(part.double() for part in part_of(rank, owner)))
             owners.append(owner)
         home = rotation.gradients()
-    for total, tensor, expected in zip(
-        home, tensors, expected_sum(rank, ring.size), strict=True
-    ):
+    for total, tensor, expected in zip(home, tensors, expected_sum(rank, ring.size), strict=True):
         assert total.dtype == tensor.dtype and torch.equal(total.long(), expected)
     assert all(torch.equal(a, b) for a, b in zip(tensors, own_block(rank), strict=True))
     assert ring.pool.leased_bytes == 0
