@@ -51,7 +51,7 @@ def parse_and_validate(extra_arguments: Callable[[Any], Any]) -> Any:
     except AssertionError as error:
         # How Megatron refuses arguments. Some of these have no text: then the line says it.
         where = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"Megatron refuses these flags: {error or where.line}") from error
+        raise UserError(f"Megatron refuses these flags: {str(error) or where.line}") from error
 
 
 def model_config(args: Any, config_class: type, layer_spec: Callable) -> Any:
@@ -93,3 +93,10 @@ def stock_final_norm(config: Any) -> Any:
     from megatron.core.transformer import transformer_block
 
     return transformer_block.LayerNormImpl
+
+
+def saved_common_state(folder: Any) -> Any:
+    """What a distributed checkpoint holds once for all ranks: arguments, iteration, .."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    return load_common_state_dict(str(folder))

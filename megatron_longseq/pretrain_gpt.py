@@ -42,6 +42,9 @@ def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False)
 
 def train() -> None:
     """Trains with the flags in ``sys.argv``; the process must have been prepared."""
+    # Derives from BaseException, so that `except Exception` lets it through.
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from . import checkpoint, compat, gpt_training
     from .arguments import extra_arguments
     from .config import LongSeqTransformerConfig
@@ -57,11 +60,11 @@ def train() -> None:
     try:
         with run:
             compat.pretrain(args, config, run.datasets, run.forward_step)
-    except Exception as error:
-        full_disk = checkpoint.explain_full_disk(error, args)
-        if full_disk is None:
+    except (Exception, CheckpointException) as error:
+        explanation = checkpoint.explain_failed_write(error, args)
+        if explanation is None:
             raise
-        raise full_disk from error
+        raise explanation from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
