@@ -72,6 +72,8 @@ def _check_load(args: Any) -> None:
     if saved is None:
         return
     for name in SHAPING:
+        if name == "num_query_groups" and not args.group_query_attention:
+            continue  # Megatron fills it in after it has read the flags
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if theirs is not None and ours is not None and theirs != ours:
             hint = ""

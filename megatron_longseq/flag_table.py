@@ -141,6 +141,14 @@ RULES: tuple[FlagRule, ...] = (
         default=0.0,
     ),
     FlagRule(
+        "--eval-interval",
+        "eval_interval",
+        "mapped",
+        "default 1000; a value given takes effect",
+        "without one Megatron stops with a TypeError once the model is built",
+        default=1000,
+    ),
+    FlagRule(
         "--context-parallel-size",
         "context_parallel_size",
         "refused",

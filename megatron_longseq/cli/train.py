@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         if runs_on_gpu(job.argv):
             return run_torchrun(job.argv, processes=processes)
         try:
-            run_training(pool, job.argv, processes=processes)
+            # Rank 0 prints what runs where, the last rank prints the losses: Megatron's habit.
+            run_training(pool, job.argv, processes=processes, foreground=(0, processes - 1))
         except RankFailure as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1
