@@ -59,9 +59,7 @@ def test_a_damaged_checkpoint_is_refused(megatron_ranks, tmp_path, checkpoint):
     assert "iter_0000001" in refusal(megatron_ranks, tmp_path, f"--load {tmp_path / 'c'}")
 
 
-def test_a_schedule_of_another_length_says_which_flag_decides(
-    megatron_ranks, tmp_path, checkpoint
-):
+def test_a_schedule_of_another_length_says_which_flag_decides(megatron_ranks, tmp_path, checkpoint):
     message = refusal(megatron_ranks, tmp_path, f"--load {checkpoint}", steps=3)
     assert "--train-iters 1" in message and "this run has 3" in message
     flags = f"--load {checkpoint} --override-opt-param-scheduler"
@@ -70,7 +68,9 @@ def test_a_schedule_of_another_length_says_which_flag_decides(
 
 def test_a_save_folder_that_cannot_be_written_is_refused(megatron_ranks, tmp_path):
     (tmp_path / "file").write_text("")
-    message = refusal(megatron_ranks, tmp_path, f"--save {tmp_path / 'file' / 'c'} --save-interval 1")
+    message = refusal(
+        megatron_ranks, tmp_path, f"--save {tmp_path / 'file' / 'c'} --save-interval 1"
+    )
     assert "--save" in message and "not a folder that can be written" in message
 
 

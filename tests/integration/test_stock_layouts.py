@@ -74,9 +74,7 @@ def test_an_interleaved_pipeline_gives_the_same_bits_every_time(megatron_ranks, 
 def test_half_precision_stays_close_to_float32(precision, megatron_ranks, tmp_path):
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
     exact = losses(train(megatron_ranks, tmp_path / "exact", flags, processes=2))
-    found = losses(
-        train(megatron_ranks, tmp_path / "half", f"{flags} {precision}", processes=2)
-    )
+    found = losses(train(megatron_ranks, tmp_path / "half", f"{flags} {precision}", processes=2))
     assert found == pytest.approx(exact, rel=5e-3)
     assert found != exact
 

@@ -141,16 +141,14 @@ def test_parameters_that_are_not_updated_are_found(megatron_ranks_fp64, tmp_path
 
 
 def test_dropout_is_refused_because_no_two_layouts_share_it(megatron_ranks_fp64):
-    with pytest.raises(UserError, match="--hidden-dropout 0.1"):
+    with pytest.raises(UserError, match=r"--hidden-dropout 0\.1"):
         verify(megatron_ranks_fp64, flags=[*MODEL, "--hidden-dropout", "0.1"])
 
 
 def test_the_command_says_equal_and_writes_json(tmp_path, capsys):
     path = tmp_path / "verdict.json"
-    status = main(
-        ["verify", "--processes", "2", "--steps", "1", "--json", str(path), "--"]
-        + [*MODEL, "--tensor-model-parallel-size", "2"]
-    )
+    flags = [*MODEL, "--tensor-model-parallel-size", "2"]
+    status = main(["verify", "--processes", "2", "--steps", "1", "--json", str(path), "--", *flags])
     assert status == 0
     assert "equal (" in capsys.readouterr().out
     verdict = json.loads(path.read_text())

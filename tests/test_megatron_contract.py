@@ -1,0 +1,296 @@
+"""Every place where this package leans on Megatron, one claim each.
+
+When a new release moves one, that claim fails by its name; ``docs/megatron-hooks.md`` lists the
+same names with the code that uses them. Claims that begin with ``defect`` fail when Megatron has
+repaired what this package mends: then the mend can go.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def parser_takes_an_extra_arguments_provider():
+    from megatron.training.arguments import parse_and_validate_args
+
+    return "extra_args_provider" in parameters(parse_and_validate_args)
+
+
+def the_provider_gets_the_whole_parser_before_it_parses():
+    from megatron.training.arguments import parse_args
+
+    source = inspect.getsource(parse_args)
+    provider, parse = source.index("extra_args_provider(parser)"), source.index("parse_args()")
+    return source.index("add_megatron_arguments(parser)") < provider < parse
+
+
+def a_config_class_of_ours_is_filled_from_the_arguments():
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    source = inspect.getsource(core_transformer_config_from_args)
+    return "config_class" in parameters(core_transformer_config_from_args) and (
+        "dataclasses.fields(config_class)" in source
+    )
+
+
+def the_model_config_takes_a_spec_and_hooks():
+    import dataclasses
+
+    from megatron.training.models.gpt import GPTModelConfig
+
+    names = {field.name for field in dataclasses.fields(GPTModelConfig)}
+    return {
+        "transformer",
+        "transformer_layer_spec",
+        "pre_wrap_hooks",
+        "post_wrap_hooks",
+        "vocab_size",
+    } <= names
+
+
+def the_spec_callable_is_given_the_virtual_stage():
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    return 'vp_stage" in inspect.signature(transformer_layer_spec)' in inspect.getsource(
+        GPTModelBuilder.build_model
+    )
+
+
+def the_stock_spec_comes_from_default_layer_spec():
+    from megatron.training.models.gpt import default_layer_spec
+
+    return parameters(default_layer_spec) == ["config", "vp_stage"]
+
+
+def a_block_spec_holds_layers_and_the_final_norm():
+    import dataclasses
+
+    from megatron.core.transformer import transformer_block
+
+    fields = {f.name for f in dataclasses.fields(transformer_block.TransformerBlockSubmodules)}
+    return {"layer_specs", "layer_norm"} <= fields and hasattr(transformer_block, "LayerNormImpl")
+
+
+def torchs_norm_refuses_sequence_parallelism():
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return "sequence parallel not supported" in inspect.getsource(WrappedTorchNorm)
+
+
+def gradients_of_marked_weights_are_summed_over_the_tensor_group():
+    from megatron.core.distributed import finalize_model_grads
+
+    return "sequence_parallel" in inspect.getsource(inspect.getmodule(finalize_model_grads))
+
+
+def pretrain_takes_the_container_data_and_forward_step():
+    from megatron.training import pretrain
+
+    return parameters(pretrain)[:4] == [
+        "cfg_container",
+        "train_valid_test_dataset_provider",
+        "model_type",
+        "forward_step_func",
+    ]
+
+
+def the_data_provider_is_asked_whether_it_is_distributed():
+    from megatron.training import training
+
+    return '"is_distributed"' in inspect.getsource(training.build_train_valid_test_data_loaders)
+
+
+def the_training_loop_tells_the_iteration():
+    from megatron.training import training
+
+    return "args.curr_iteration = iteration" in inspect.getsource(training.train)
+
+
+def batches_are_broadcast_and_cut_by_megatron():
+    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+
+    return {"is_hybrid_cp", "cp_group"} <= set(parameters(get_batch_on_this_cp_rank)) and {
+        "has_cu_seqlens",
+        "broadcast_src_rank",
+        "mtp_on_this_rank",
+        "is_pipeline_last_stage",
+    } <= set(parameters(get_batch_on_this_tp_rank))
+
+
+def a_context_parallel_rank_holds_a_zigzag_of_the_sequence():
+    import torch
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_longseq.token_layout import zigzag_tokens
+
+    world, length = torch.distributed.group.WORLD, 48
+    batch = {"tokens": torch.arange(length)[None]}
+    part = get_batch_on_this_cp_rank(batch, False, cp_group=world)["tokens"][0]
+    return torch.equal(part, zigzag_tokens(world.rank(), world.size(), length))
+
+
+def the_local_attention_cannot_split_a_sequence():
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    return "context_parallel_size == 1" in inspect.getsource(DotProductAttention.__init__)
+
+
+def weights_describe_their_place_in_the_whole():
+    import dataclasses
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    names = {field.name for field in dataclasses.fields(ShardedTensor)}
+    return {
+        "key",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "prepend_axis_num",
+    } <= names and "build_fn" in {f.name for f in dataclasses.fields(ShardedTensorFactory)}
+
+
+def gradient_buffers_know_their_parameters_and_buckets():
+    from megatron.core.distributed.param_and_grad_buffer import (
+        _ParamAndGradBucket,
+        _ParamAndGradBuffer,
+    )
+
+    buffer, bucket = inspect.getsource(_ParamAndGradBuffer), inspect.getsource(_ParamAndGradBucket)
+    return all(f"self.{n}" in buffer for n in ("param_index_map", "buckets", "grad_data")) and all(
+        f"self.{name}" in bucket for name in ("grad_data", "offset")
+    )
+
+
+def checkpoints_tell_the_arguments_of_their_run():
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    return parameters(load_common_state_dict) == ["checkpoint_dir"]
+
+
+def the_null_tokenizer_ends_documents_with_its_last_id():
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    return NullTokenizer(257).eod == 256
+
+
+def defect_pretrain_cannot_be_told_that_there_is_no_gpu():
+    from megatron.training import initialize, training
+
+    return (
+        "allow_no_cuda" in parameters(initialize.initialize_megatron)
+        and "initialize_megatron(" in inspect.getsource(training.pretrain)
+        and "allow_no_cuda" not in inspect.getsource(training.pretrain)
+    )
+
+
+def defect_warming_up_kernels_draws_random_numbers():
+    from megatron.training import initialize, training
+
+    return "torch.rand(" in inspect.getsource(
+        initialize._warmup_jit_function
+    ) and "set_jit_fusion_options(" in inspect.getsource(training.pretrain)
+
+
+def defect_the_wheel_cannot_compile_the_helpers_it_ships():
+    from megatron.core import datasets
+    from megatron.core.datasets import helpers_cpp
+
+    folder = Path(datasets.__file__).parent
+    return helpers_cpp is not None and not (folder / "Makefile").exists()
+
+
+def distributed_optimizer_source(name):
+    import ast
+
+    from megatron.core.optimizer import distrib_optimizer
+
+    # From the file: the functions themselves have been replaced in this process.
+    tree = ast.parse(Path(distrib_optimizer.__file__).read_text())
+    cls = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "DistributedOptimizer"
+    )
+    return next(ast.unparse(f) for f in cls.body if getattr(f, "name", "") == name)
+
+
+def defect_a_new_optimizer_has_no_steps_to_agree_on():
+    source = distributed_optimizer_source("state_dict")
+    return "assert len(steps) == 1" in source and "['step'].item()" in source
+
+
+def defect_optimizer_state_is_copied_with_gradients_on_and_needs_a_step():
+    source = distributed_optimizer_source("_set_main_param_and_optimizer_states")
+    return "no_grad" not in source and "tensors[key]" in source
+
+
+def defect_all_parameters_share_one_step():
+    return "s['step'] = step" in distributed_optimizer_source("load_state_dict")
+
+
+CLAIMS = [
+    parser_takes_an_extra_arguments_provider,
+    the_provider_gets_the_whole_parser_before_it_parses,
+    a_config_class_of_ours_is_filled_from_the_arguments,
+    the_model_config_takes_a_spec_and_hooks,
+    the_spec_callable_is_given_the_virtual_stage,
+    the_stock_spec_comes_from_default_layer_spec,
+    a_block_spec_holds_layers_and_the_final_norm,
+    torchs_norm_refuses_sequence_parallelism,
+    gradients_of_marked_weights_are_summed_over_the_tensor_group,
+    pretrain_takes_the_container_data_and_forward_step,
+    the_data_provider_is_asked_whether_it_is_distributed,
+    the_training_loop_tells_the_iteration,
+    batches_are_broadcast_and_cut_by_megatron,
+    a_context_parallel_rank_holds_a_zigzag_of_the_sequence,
+    the_local_attention_cannot_split_a_sequence,
+    weights_describe_their_place_in_the_whole,
+    gradient_buffers_know_their_parameters_and_buckets,
+    checkpoints_tell_the_arguments_of_their_run,
+    the_null_tokenizer_ends_documents_with_its_last_id,
+    defect_pretrain_cannot_be_told_that_there_is_no_gpu,
+    defect_warming_up_kernels_draws_random_numbers,
+    defect_the_wheel_cannot_compile_the_helpers_it_ships,
+    defect_a_new_optimizer_has_no_steps_to_agree_on,
+    defect_optimizer_state_is_copied_with_gradients_on_and_needs_a_step,
+    defect_all_parameters_share_one_step,
+]
+
+
+def all_claims():
+    import traceback
+
+    found = {}
+    for claim in CLAIMS:
+        try:
+            found[claim.__name__] = claim()
+        except Exception:
+            found[claim.__name__] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(megatron_ranks):
+    """What each claim answers, if all ranks agree on it."""
+    answers = megatron_ranks.run(all_claims, world_size=3, backend="gloo")
+    return {
+        name: next((rank[name] for rank in answers if rank[name] is not True), True)
+        for name in answers[0]
+    }
+
+
+@pytest.mark.parametrize("claim", [claim.__name__ for claim in CLAIMS])
+def test_megatron_still_does_what_we_lean_on(claim, found):
+    assert found[claim] is True, found[claim]
+
+
+def test_the_documentation_lists_the_same_claims():
+    page = Path("docs/megatron-hooks.md").read_text()
+    missing = [claim.__name__ for claim in CLAIMS if f"`{claim.__name__}`" not in page]
+    assert not missing
