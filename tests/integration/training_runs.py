@@ -15,7 +15,8 @@ MODEL = (
 ).split()
 RUN = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 0.003 "
-    "--lr-decay-style constant --lr-decay-iters 100 --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 7"
+    "--lr-decay-style constant --lr-decay-iters 100 --eval-iters 0 --eval-interval 1000 "
+    "--log-interval 1 --seed 7"
 ).split()
 CONTINUE = "--finetune --no-load-optim --no-load-rng --exit-on-missing-checkpoint".split()
 
