@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import cpu_platform, flag_table
-from .config import check_options, flag_of, options
+from .attention_2d.factorisation import Factorisation, factorise
+from .config import check_options, flag_of, options, ranks_per_node
 from .errors import UserError, divisors, nearest_values
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -32,7 +33,8 @@ def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None 
         if then is not None:
             parser = then(parser)
         add_arguments(parser)
-        check_command_line(parser, sys.argv[1:] if argv is None else argv)
+        args = check_command_line(parser, sys.argv[1:] if argv is None else argv)
+        parser.set_defaults(**derived_arguments(args))
         return parser
 
     return provide
@@ -64,7 +66,36 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     if cpu_platform.is_installed():
         _check_cpu(parser, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    _check_two_d_attention(args, given)
     return args
+
+
+def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of Megatron's and ours that follow from others; they become the defaults.
+
+    2D attention lets Megatron build both dimensions of its groups, by the two levels of
+    ``--hierarchical-context-parallel-sizes``.
+    """
+    if args.longseq_context_parallel != "2d" or args.context_parallel_size == 1:
+        return {}
+    chosen = _factorisation(args)
+    return {
+        "longseq_head_parallel_size": chosen.head_parallel,
+        "hierarchical_context_parallel_sizes": [chosen.head_parallel, chosen.ring],
+    }
+
+
+def _factorisation(args: argparse.Namespace) -> Factorisation:
+    tensor, heads = args.tensor_model_parallel_size, args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    return factorise(
+        context_parallel=args.context_parallel_size,
+        heads=heads // tensor,
+        kv_heads=max(1, groups // tensor),
+        tensor_parallel=tensor,
+        ranks_per_node=ranks_per_node(),
+        head_parallel=args.longseq_head_parallel_size,
+    )
 
 
 def given_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
@@ -113,6 +144,24 @@ def _check_cpu(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
     for name in ("fp8", "fp4", "tp_comm_overlap", "use_megatron_fsdp", "use_torch_fsdp2"):
         if given.get(name):
             raise UserError(f"{_flag_in(parser, name)}: needs a GPU; leave it out on a CPU")
+
+
+def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    if args.longseq_context_parallel != "2d":
+        for name in ("longseq_head_parallel_size", "longseq_attention_kernel"):
+            if name in given:
+                raise UserError(
+                    f"{flag_of(name)} {given[name]}: has no effect without "
+                    "--longseq-context-parallel 2d; add that, or leave it out"
+                )
+        return
+    if args.longseq_head_parallel_size is not None and args.context_parallel_size == 1:
+        raise UserError(
+            f"--longseq-head-parallel-size {args.longseq_head_parallel_size}: "
+            "--context-parallel-size is 1; give as many ranks as head-parallel x ring needs"
+        )
+    if args.num_attention_heads is not None and args.context_parallel_size > 1:
+        _factorisation(args)
 
 
 def _flag_in(parser: argparse.ArgumentParser, name: str) -> str:

@@ -5,11 +5,13 @@ from arguments of the same name, so that :class:`LongSeqTransformerConfig` reach
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
+from .attention_2d.factorisation import factorise
 from .errors import UserError
 
 
@@ -35,9 +37,77 @@ class LongSeqTransformerConfig(TransformerConfig):
         metavar="DIR",
     )
 
+    longseq_context_parallel: str = _option(
+        "megatron",
+        "What splits the sequence over --context-parallel-size ranks: Megatron's own attention, or "
+        "2D attention (head-parallel x ring). With one rank, 2d still computes attention with this "
+        "package's kernel, which keeps no s x s scores.",
+        choices=("megatron", "2d"),
+    )
+    longseq_head_parallel_size: int | None = _option(
+        None,
+        "Head-parallel size of 2D attention; the ring has the rest of --context-parallel-size. "
+        "Default: chosen from heads and node size, and said at start-up.",
+        type=int,
+        metavar="N",
+    )
+    longseq_attention_kernel: str = _option(
+        "auto",
+        "Kernel of one block of 2D attention: the first usable of flash (the flash-attn package), "
+        "aten (PyTorch's own flash kernels), reference (plain torch); or one of them.",
+        choices=("auto", "flash", "aten", "reference"),
+    )
+    longseq_comm_timeout_seconds: float = _option(
+        1800.0,
+        "Limit of every wait in this package's communication, after which the run stops with the "
+        "group, step and peer.",
+        type=float,
+        metavar="SECONDS",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options({field.name: getattr(self, field.name) for field in options()})
+        check_two_d_attention(self)
+
+
+def check_two_d_attention(config: TransformerConfig) -> None:
+    """Checks what 2D attention needs of a config, for those who build one themselves too.
+
+    Raises:
+        UserError: naming flag, value, rule and what would work.
+    """
+    if config.longseq_context_parallel != "2d":
+        return
+    tensor = config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    factorise(
+        context_parallel=config.context_parallel_size,
+        heads=config.num_attention_heads // tensor,
+        kv_heads=max(1, groups // tensor),
+        tensor_parallel=tensor,
+        ranks_per_node=ranks_per_node(),
+        head_parallel=config.longseq_head_parallel_size,
+    )
+    for name, allowed in (
+        ("attention_dropout", 0.0),
+        ("window_size", None),
+        ("softmax_type", "vanilla"),
+        ("experimental_attention_variant", None),
+        ("qk_clip", False),
+        ("log_max_attention_logit", False),
+    ):
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            raise UserError(
+                f"{flag_of(name)} {value}: --longseq-context-parallel 2d does not know it; "
+                f"it works with {allowed}"
+            )
+
+
+def ranks_per_node() -> int:
+    """Ranks that share this machine, as torchrun tells them; one if nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def options() -> list[dataclasses.Field]:
@@ -52,6 +122,11 @@ def flag_of(name: str) -> str:
 
 def check_options(values: dict[str, Any]) -> None:
     """Checks each option by itself; raises :class:`UserError` naming flag, value and rule."""
+    timeout = values["longseq_comm_timeout_seconds"]
+    if not timeout > 0:
+        raise UserError(
+            f"{flag_of('longseq_comm_timeout_seconds')} {timeout}: must be more than 0 seconds"
+        )
     for field in options():
         choices = field.metadata["longseq"].get("choices")
         value = values[field.name]

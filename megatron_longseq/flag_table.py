@@ -40,6 +40,10 @@ def _local(args: Any) -> bool:
     return args.transformer_impl == "local"
 
 
+def _two_d(args: Any) -> bool:
+    return args.longseq_context_parallel == "2d"
+
+
 def _always(_args: Any) -> bool:
     return True
 
@@ -133,6 +137,32 @@ RULES: tuple[FlagRule, ...] = (
         default=0.0,
     ),
     FlagRule(
+        "--attention-dropout",
+        "attention_dropout",
+        "refused",
+        "greater than 0 with --longseq-context-parallel 2d",
+        "2D attention has none; use --attention-dropout 0",
+        refuses=lambda args: args.attention_dropout > 0 and _two_d(args),
+    ),
+    *(
+        FlagRule(
+            flag,
+            name,
+            "refused",
+            "with --longseq-context-parallel 2d",
+            "2D attention does not know it; leave it out, or use --longseq-context-parallel "
+            "megatron",
+            refuses=_two_d,
+        )
+        for flag, name in (
+            ("--window-size", "window_size"),
+            ("--softmax-type", "softmax_type"),
+            ("--qk-clip", "qk_clip"),
+            ("--log-max-attention-logit", "log_max_attention_logit"),
+            ("--experimental-attention-variant", "experimental_attention_variant"),
+        )
+    ),
+    FlagRule(
         "--hidden-dropout",
         "hidden_dropout",
         "mapped",
@@ -152,37 +182,39 @@ RULES: tuple[FlagRule, ...] = (
         "--context-parallel-size",
         "context_parallel_size",
         "refused",
-        "greater than 1 with local layers",
-        "Megatron's local attention cannot split a sequence; use "
+        "greater than 1 with local layers and --longseq-context-parallel megatron",
+        "Megatron's local attention cannot split a sequence; use --longseq-context-parallel 2d, "
         "--context-parallel-size 1, or --transformer-impl transformer_engine on a GPU",
-        refuses=lambda args: args.context_parallel_size > 1 and _local(args),
+        refuses=lambda args: args.context_parallel_size > 1 and _local(args) and not _two_d(args),
     ),
     FlagRule(
         "--cp-comm-type",
         "cp_comm_type",
         "refused",
-        "with local layers",
+        "with local layers, or with --longseq-context-parallel 2d",
         "only Transformer Engine's attention reads it; leave it out",
-        refuses=_local,
+        refuses=lambda args: _local(args) or _two_d(args),
     ),
     FlagRule(
         "--hierarchical-context-parallel-sizes",
         "hierarchical_context_parallel_sizes",
         "refused",
-        "with local layers",
-        "only Transformer Engine's attention reads it; leave it out",
-        refuses=_local,
+        "if given, with local layers or with --longseq-context-parallel 2d",
+        "2D attention sets it: use --longseq-head-parallel-size; otherwise only Transformer "
+        "Engine's attention reads it: leave it out",
+        refuses=lambda args: _local(args) or _two_d(args),
     ),
     FlagRule(
         "--attention-backend",
         "attention_backend",
         "refused",
-        "with local layers, unless auto, unfused or local",
-        "only Transformer Engine's attention has other backends; leave it out",
+        "with local layers or --longseq-context-parallel 2d, unless auto or unfused",
+        "only Transformer Engine's attention has other backends; leave it out, or choose the "
+        "kernel of 2D attention with --longseq-attention-kernel",
         refuses=lambda args: (
-            _local(args)
+            (_local(args) or _two_d(args))
             and getattr(args.attention_backend, "name", args.attention_backend)
-            not in ("auto", "unfused", "local")
+            not in ("auto", "unfused")
         ),
     ),
     FlagRule(

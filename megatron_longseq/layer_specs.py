@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from . import compat
+from .attention_2d.core_attention import TwoDCoreAttentionBuilder
 from .norms import SequenceParallelNorm
+from .process_groups import context_parallel_groups
 
 
 def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
@@ -29,8 +31,14 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
             :class:`~megatron_longseq.config.LongSeqTransformerConfig`.
         vp_stage: virtual pipeline stage, with interleaved pipelines.
 
-    The only edit so far: where Megatron falls back to PyTorch's norm, which refuses sequence
-    parallelism, the layers get :class:`~megatron_longseq.norms.SequenceParallelNorm`.
+    Edits of the stock spec, Megatron's local one or Transformer Engine's alike:
+
+    * where Megatron falls back to PyTorch's norm, which refuses sequence parallelism, the layers
+      get :class:`~megatron_longseq.norms.SequenceParallelNorm`;
+    * with ``--longseq-context-parallel 2d`` the core attention becomes
+      :class:`~megatron_longseq.attention_2d.core_attention.TwoDCoreAttention`.
+
+    A collective call: with 2D attention it makes process groups.
     """
     spec = copy.deepcopy(compat.stock_layer_spec(model_config, vp_stage))
     config = model_config.transformer
@@ -39,7 +47,32 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
         spec = TransformerBlockSubmodules(
             layer_specs=[spec] * count, layer_norm=compat.stock_final_norm(config)
         )
-    return replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
+    spec = replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
+    if config.longseq_context_parallel == "2d":
+        replace_core_attention(spec, two_d_core_attention(config))
+    return spec
+
+
+def two_d_core_attention(config: Any) -> TwoDCoreAttentionBuilder:
+    """The builder of 2D attention for this config; makes process groups, so a collective call."""
+    return TwoDCoreAttentionBuilder(
+        context_parallel_groups(config.context_parallel_size),
+        kernel=config.longseq_attention_kernel,
+        timeout_seconds=config.longseq_comm_timeout_seconds,
+    )
+
+
+def replace_core_attention(spec: Any, builder: Any) -> int:
+    """Sets the core attention of every attention in ``spec``, in place; returns how many."""
+    if isinstance(spec, list | tuple):
+        return sum(replace_core_attention(item, builder) for item in spec)
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return 0
+    names = {field.name for field in dataclasses.fields(spec)}
+    if "core_attention" in names:
+        spec.core_attention = builder  # type: ignore[attr-defined]
+        return 1
+    return sum(replace_core_attention(getattr(spec, name), builder) for name in names)
 
 
 def replace_modules(spec: Any, replacements: Mapping[Any, Any]) -> Any:

@@ -1,0 +1,69 @@
+"""The ranks each method talks to, built once from Megatron's own groups."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class ContextParallelGroups:
+    """The two dimensions of 2D attention; ``None`` where a dimension has one rank.
+
+    Attributes:
+        head: the ranks that exchange heads for tokens: neighbours in Megatron's order.
+        ring: the ranks among which keys and values circulate, with stride head-parallel.
+        gradients: the ring's ranks once more: dK and dV travel beside the next K and V.
+    """
+
+    head: dist.ProcessGroup | None
+    ring: dist.ProcessGroup | None
+    gradients: dist.ProcessGroup | None
+
+
+def context_parallel_groups(context_parallel: int) -> ContextParallelGroups:
+    """Builds the groups of this rank. A collective call of the whole world.
+
+    Megatron has made both dimensions from ``--hierarchical-context-parallel-sizes``, which
+    ``--longseq-head-parallel-size`` sets; only the second group of the ring is new.
+
+    Raises:
+        UserError: Megatron has no hierarchical groups.
+    """
+    if context_parallel == 1:
+        return ContextParallelGroups(None, None, None)
+    levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    if not levels or len(levels) != 2:
+        raise UserError(
+            "--longseq-context-parallel 2d needs Megatron's hierarchical context-parallel groups "
+            "of two levels: call initialize_model_parallel with "
+            "hierarchical_context_parallel_sizes=[head-parallel size, ring size]"
+        )
+    head, ring = levels
+    place = ring.rank() * head.size() + head.rank()
+    rank = parallel_state.get_context_parallel_rank()
+    if place != rank:
+        raise RuntimeError(
+            f"context-parallel rank {rank} stands at place {place} of head groups x rings: Megatron "
+            "orders its hierarchical groups otherwise than it cuts the sequence"
+        )
+    gradients = _second_group(ring) if ring.size() > 1 else None
+    return ContextParallelGroups(
+        head if head.size() > 1 else None, ring if ring.size() > 1 else None, gradients
+    )
+
+
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks; every rank of the world makes all of them in one order."""
+    mine = tuple(dist.get_process_group_ranks(group))
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    own = None
+    for ranks in sorted(set(everyone)):
+        made = parallel_state.create_group(list(ranks), group_desc="LONGSEQ_RING_GRADIENTS_GROUP")
+        if ranks == mine:
+            own = made
+    assert own is not None
+    return own
