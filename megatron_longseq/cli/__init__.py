@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 
-COMMANDS = ("train", "prepare_data", "verify", "demo")
+COMMANDS = ("train", "prepare_data", "verify", "demo", "doctor")
 USER_ERROR_EXIT_CODE = 2
 
 
