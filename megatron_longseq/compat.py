@@ -13,6 +13,17 @@ from typing import Any
 from .errors import UserError
 
 SUPPORTED = "0.19"
+# Where Megatron-LM keeps the latest state of that release.
+SUPPORTED_BRANCH = "core_r0.19.0"
+
+# What the script of that release defines for its training loop, and what it calls before that.
+SCRIPT_FUNCTIONS = ("train_valid_test_datasets_provider", "forward_step")
+SCRIPT_CALLS = ("parse_and_validate_args", "gpt_config_from_args")
+
+
+def is_supported(version: str) -> bool:
+    """Says whether this package supports a Megatron version."""
+    return version.startswith(SUPPORTED + ".")
 
 
 def check_megatron_version() -> str:
@@ -23,7 +34,7 @@ def check_megatron_version() -> str:
     """
     from megatron.core import __version__ as version
 
-    if not version.startswith(SUPPORTED + "."):
+    if not is_supported(version):
         raise UserError(
             f"megatron-core {version} is installed; this release supports {SUPPORTED}.x: "
             f"pip install 'megatron-core~={SUPPORTED}.0'"
@@ -38,8 +49,13 @@ def add_megatron_arguments(parser: Any) -> Any:
     return arguments.add_megatron_arguments(parser)
 
 
-def parse_and_validate(extra_arguments: Callable[[Any], Any]) -> Any:
+def parse_and_validate(
+    extra_arguments: Callable[[Any], Any], parse: Callable | None = None, **options: Any
+) -> Any:
     """Parses ``sys.argv`` with Megatron's parser, checks it and sets Megatron's globals.
+
+    Args:
+        parse: the function to call instead of Megatron's of that name, and its other ``options``.
 
     Raises:
         UserError: this package or Megatron refuses the flags.
@@ -47,25 +63,56 @@ def parse_and_validate(extra_arguments: Callable[[Any], Any]) -> Any:
     from megatron.training.arguments import parse_and_validate_args
 
     try:
-        return parse_and_validate_args(extra_args_provider=extra_arguments)
+        return (parse or parse_and_validate_args)(extra_args_provider=extra_arguments, **options)
     except AssertionError as error:
         # How Megatron refuses arguments. Some of these have no text: then the line says it.
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(f"Megatron refuses these flags: {str(error) or where.line}") from error
 
 
-def model_config(args: Any, config_class: type, layer_spec: Callable) -> Any:
-    """Builds Megatron's ``GPTModelConfig`` with our transformer config class and layer spec."""
-    from megatron.training.argument_utils import (
-        core_transformer_config_from_args,
-        gpt_config_from_args,
-    )
+def model_config(
+    args: Any,
+    config_class: type,
+    layer_spec: Callable,
+    *,
+    build: Callable | None = None,
+    config: Any = None,
+    model_config_class: type | None = None,
+) -> Any:
+    """Builds Megatron's ``GPTModelConfig`` with our transformer config class and layer spec.
 
-    transformer = core_transformer_config_from_args(args, config_class)
-    config = gpt_config_from_args(args, config=transformer)
-    if config.transformer_layer_spec is None:  # --spec names another one
-        config.transformer_layer_spec = layer_spec
-    return config
+    Args:
+        build: the function to call instead of ``gpt_config_from_args``.
+        config: the transformer config; default: made from ``args``.
+        model_config_class: the subclass of ``GPTModelConfig`` that the caller asks for.
+
+    Raises:
+        UserError: the model is to be built by something that reads no layer spec of ours.
+    """
+    from megatron.training import argument_utils
+    from megatron.training.models.gpt import GPTModelConfig
+
+    from .model_builder import LongSeqGPTModelConfig
+
+    if model_config_class not in (None, GPTModelConfig):
+        raise UserError(
+            f"the model is to be built by {model_config_class.builder}, which reads no layer spec, "
+            "so that --longseq-.. options would have no effect; leave out the flag that chooses it "
+            "(--modelopt-enabled)"
+        )
+    if config is None:
+        config = argument_utils.core_transformer_config_from_args(args, config_class)
+    elif not isinstance(config, config_class):
+        raise UserError(
+            f"gpt_config_from_args is called with a {type(config).__name__}, which has no "
+            f"--longseq-.. options; make it a {config_class.__name__}, or pass none"
+        )
+    model = (build or argument_utils.gpt_config_from_args)(
+        args, config=config, model_config_cls=LongSeqGPTModelConfig
+    )
+    if model.transformer_layer_spec is None:  # --spec names another one
+        model.transformer_layer_spec = layer_spec
+    return model
 
 
 def pretrain(args: Any, config: Any, datasets: Callable, forward_step: Callable) -> None:

@@ -110,9 +110,15 @@ class CpuPlatform:
         # Warms up fused kernels that a CPU does not have, and draws random numbers for it: with
         # sizes that depend on the layout, so that equal seeds would no longer give equal runs.
         training.set_jit_fusion_options = lambda tp_size=None: None
-        # The wheel ships the compiled helpers but no Makefile; compiling again ends the process.
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-        importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+        # The wheel ships the compiled helpers but no Makefile; compiling again ends the process. A
+        # fresh checkout has the Makefile alone, and there Megatron compiles them.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+            importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+        # Converts the token counts of experts only if they are on a GPU; the exchange that reads
+        # them takes no tensors.
+        dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        dispatcher.maybe_move_tensor_to_cpu = _to_host
         _mend_distributed_optimizer()
 
 
@@ -345,6 +351,13 @@ def _to_double(function, args, kwargs):
 
 
 # --- Megatron ---------------------------------------------------------------------------------
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's ``maybe_move_tensor_to_cpu`` does with a tensor on a GPU."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.cpu().numpy() if as_numpy else tensor.cpu()
 
 
 def _mend_distributed_optimizer() -> None:

@@ -3,6 +3,9 @@
 A complete main job from the Megatron wheel alone. What it does, in order: decide for CPU or GPU,
 parse and check the command line, build Megatron's configs with this package's layer spec, and
 hand over to Megatron's own training loop with the batches and loss of :mod:`gpt_training`.
+
+With ``--megatron-path DIR`` Megatron comes from that checkout, and batches and loss from its own
+``pretrain_gpt.py``.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from . import checkout
 from .errors import NodeError, UserError
 
 USER_ERROR_EXIT_CODE = 2
@@ -20,12 +24,21 @@ def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False)
 
     Also the preload function of the launcher: after it a process is ready to fork ranks.
 
+    Args:
+        argv: of its flags, those are read that decide before Megatron is imported:
+            ``--longseq-device`` and ``--megatron-path``.
+
     Returns:
         The :class:`~megatron_longseq.cpu_platform.CpuPlatform`, or None on a GPU.
+
+    Raises:
+        UserError: the device is not there, or the folder holds no Megatron that is supported.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--longseq-device", default="auto")
-    device = parser.parse_known_args(list(argv))[0].longseq_device
+    early = early_flags(argv)
+    device = early.longseq_device
+    source = checkout.find_checkout(early.megatron_path) if early.megatron_path else None
+    if source is not None:
+        checkout.import_from(source)
 
     from . import cpu_platform
 
@@ -37,7 +50,18 @@ def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False)
     if platform is not None:
         platform.mend_megatron()
         platform.count_memory()
+    if source is not None:
+        checkout.check_imported(source)
     return platform
+
+
+def early_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags that decide what is imported, and from where; parsed before all others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # A flag without its value is left to the full parser, which says so.
+    parser.add_argument("--longseq-device", nargs="?", default="auto", const="auto")
+    parser.add_argument(checkout.FLAG, nargs="?")
+    return parser.parse_known_args(list(argv))[0]
 
 
 def train() -> None:
@@ -47,16 +71,21 @@ def train() -> None:
 
     from . import checkpoint, compat, gpt_training
     from .arguments import extra_arguments
+    from .checkout_training import CheckoutTraining
     from .config import LongSeqTransformerConfig
     from .layer_specs import longseq_layer_spec
     from .startup_report import print_report_hook
 
-    args = compat.parse_and_validate(extra_arguments())
-    gpt_training.check_data(args)
+    args = compat.parse_and_validate(extra_arguments(checkout.add_argument))
+    script = None
+    if args.megatron_path is not None:
+        script = checkout.import_script(checkout.find_checkout(args.megatron_path))
+    else:
+        gpt_training.check_data(args)
     checkpoint.check_checkpoint(args)
     config = compat.model_config(args, LongSeqTransformerConfig, longseq_layer_spec)
     config.pre_wrap_hooks.append(print_report_hook)
-    run = gpt_training.GPTTraining(args)
+    run = gpt_training.GPTTraining(args) if script is None else CheckoutTraining(args, script)
     try:
         with run:
             compat.pretrain(args, config, run.datasets, run.forward_step)
