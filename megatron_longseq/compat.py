@@ -19,6 +19,9 @@ SUPPORTED_BRANCH = "core_r0.19.0"
 # What the script of that release defines for its training loop, and what it calls before that.
 SCRIPT_FUNCTIONS = ("train_valid_test_datasets_provider", "forward_step")
 SCRIPT_CALLS = ("parse_and_validate_args", "gpt_config_from_args")
+# Its pretrain_gpt.py as released: the same from core_v0.19.0 to the head of core_r0.19.0. Which
+# releases and commits they are, and what was run on them, is in patches/tested.json.
+SCRIPT_SHA256 = ("7283c4aeb5a00c694bbf2930527a184fc0d5f607f548c74707c71cc240d05fae",)
 
 
 def is_supported(version: str) -> bool:

@@ -19,8 +19,11 @@ from megatron.core.transformer.transformer_block import (
 
 from . import compat
 from .attention_2d.core_attention import TwoDCoreAttentionBuilder
+from .external_options import prepare_model_config
 from .norms import SequenceParallelNorm
 from .process_groups import context_parallel_groups
+
+_SHARED = "_longseq_two_d_attention"
 
 
 def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
@@ -40,26 +43,40 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 
     A collective call: with 2D attention it makes process groups.
     """
+    config = prepare_model_config(model_config)
     spec = copy.deepcopy(compat.stock_layer_spec(model_config, vp_stage))
-    config = model_config.transformer
     if isinstance(spec, ModuleSpec):
         count = get_num_layers_to_build(config, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(
             layer_specs=[spec] * count, layer_norm=compat.stock_final_norm(config)
         )
+    return edit_layer_spec(spec, model_config)
+
+
+def edit_layer_spec(spec: Any, model_config: Any) -> Any:
+    """Returns a stock spec with this package's edits; see :func:`longseq_layer_spec`."""
     spec = replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
-    if config.longseq_context_parallel == "2d":
-        replace_core_attention(spec, two_d_core_attention(config))
+    if model_config.transformer.longseq_context_parallel == "2d":
+        replace_core_attention(spec, two_d_core_attention(model_config))
     return spec
 
 
-def two_d_core_attention(config: Any) -> TwoDCoreAttentionBuilder:
-    """The builder of 2D attention for this config; makes process groups, so a collective call."""
-    return TwoDCoreAttentionBuilder(
-        context_parallel_groups(config.context_parallel_size),
-        kernel=config.longseq_attention_kernel,
-        timeout_seconds=config.longseq_comm_timeout_seconds,
-    )
+def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
+    """The builder of 2D attention of this model: one, with one set of groups and buffers.
+
+    The first call for a model makes process groups, so it is collective.
+    """
+    builder = vars(model_config).get(_SHARED)
+    if builder is None:
+        config = model_config.transformer
+        builder = TwoDCoreAttentionBuilder(
+            context_parallel_groups(config.context_parallel_size),
+            kernel=config.longseq_attention_kernel,
+            timeout_seconds=config.longseq_comm_timeout_seconds,
+        )
+        # Kept with the model's config: interleaved pipelines and multi-token prediction ask again.
+        vars(model_config)[_SHARED] = builder
+    return builder
 
 
 def replace_core_attention(spec: Any, builder: Any) -> int:

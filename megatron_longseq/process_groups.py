@@ -46,8 +46,8 @@ def context_parallel_groups(context_parallel: int) -> ContextParallelGroups:
     rank = parallel_state.get_context_parallel_rank()
     if place != rank:
         raise RuntimeError(
-            f"context-parallel rank {rank} stands at place {place} of head groups x rings: Megatron "
-            "orders its hierarchical groups otherwise than it cuts the sequence"
+            f"context-parallel rank {rank} stands at place {place} of head groups x rings: "
+            "Megatron orders its hierarchical groups otherwise than it cuts the sequence"
         )
     gradients = _second_group(ring) if ring.size() > 1 else None
     return ContextParallelGroups(

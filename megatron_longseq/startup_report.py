@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
+from .attention_2d.factorisation import factorise
+from .config import ranks_per_node
 
 # Rows longer than this are cut in the middle: a thousand ranks need no thousand numbers.
 _SHOWN_GROUPS = 4
@@ -41,6 +43,7 @@ def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
     lines.append("  set by default: " + " ".join(_as_setting(n, v) for n, v in mapped.items()))
     lines += [f"  {line}" for line in describe_layers(models)]
     lines += [f"  {line}" for line in groups]
+    lines += [f"  {line}" for line in describe_factorisation(config)]
     lines.append("  " + describe_shapes(args, config))
     return lines
 
@@ -91,6 +94,9 @@ def describe_groups() -> list[str]:
         "data parallel": mpu.get_data_parallel_group(),
         "expert parallel": mpu.get_expert_model_parallel_group(),
     }
+    levels = mpu.get_hierarchical_context_parallel_groups(check_initialized=False)
+    if levels and len(levels) == 2:
+        kinds |= {"head parallel": levels[0], "ring": levels[1]}
     lines = []
     for name, group in kinds.items():
         mine = dist.get_process_group_ranks(group)
@@ -100,6 +106,25 @@ def describe_groups() -> list[str]:
         if len(mine) > 1:
             lines.append(f"{name} {len(mine)}: {_shown_groups(distinct)}")
     return lines or ["one process, no groups"]
+
+
+def describe_factorisation(config: Any) -> list[str]:
+    """Why the head-parallel size of 2D attention is what it is."""
+    if config.longseq_context_parallel != "2d" or config.context_parallel_size == 1:
+        return []
+    tensor = config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    default = factorise(
+        context_parallel=config.context_parallel_size,
+        heads=config.num_attention_heads // tensor,
+        kv_heads=max(1, groups // tensor),
+        tensor_parallel=tensor,
+        ranks_per_node=ranks_per_node(),
+    )
+    size = config.longseq_head_parallel_size or default.head_parallel
+    same = size == default.head_parallel
+    why = default.reason if same else f"as given; by itself {default.head_parallel}"
+    return [f"head-parallel size {size}: {why}"]
 
 
 def describe_shapes(args: Any, config: Any) -> str:

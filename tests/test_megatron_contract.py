@@ -205,6 +205,31 @@ def defect_the_wheel_cannot_compile_the_helpers_it_ships():
     return helpers_cpp is not None and not (folder / "Makefile").exists()
 
 
+def defect_token_counts_of_experts_stay_tensors_off_a_gpu():
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    uses = Path(token_dispatcher.__file__).read_text().count("= maybe_move_tensor_to_cpu(")
+    return uses > 3 and "tensor.is_cuda" in inspect.getsource(moe_utils.maybe_move_tensor_to_cpu)
+
+
+def the_builder_of_a_model_is_named_by_its_config():
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelConfig
+
+    return isinstance(GPTModelConfig.builder, str) and (
+        "model_config_cls" in parameters(gpt_config_from_args)
+    )
+
+
+def hierarchical_groups_are_heads_then_ring():
+    from megatron.core import parallel_state
+
+    source = inspect.getsource(parallel_state.create_hierarchical_groups)
+    return "hierarchical_group_sizes" in source and callable(
+        parallel_state.get_hierarchical_context_parallel_groups
+    )
+
+
 def distributed_optimizer_source(name):
     import ast
 
@@ -250,6 +275,8 @@ CLAIMS = [
     batches_are_broadcast_and_cut_by_megatron,
     a_context_parallel_rank_holds_a_zigzag_of_the_sequence,
     the_local_attention_cannot_split_a_sequence,
+    the_builder_of_a_model_is_named_by_its_config,
+    hierarchical_groups_are_heads_then_ring,
     weights_describe_their_place_in_the_whole,
     gradient_buffers_know_their_parameters_and_buckets,
     checkpoints_tell_the_arguments_of_their_run,
@@ -257,6 +284,7 @@ CLAIMS = [
     defect_pretrain_cannot_be_told_that_there_is_no_gpu,
     defect_warming_up_kernels_draws_random_numbers,
     defect_the_wheel_cannot_compile_the_helpers_it_ships,
+    defect_token_counts_of_experts_stay_tensors_off_a_gpu,
     defect_a_new_optimizer_has_no_steps_to_agree_on,
     defect_optimizer_state_is_copied_with_gradients_on_and_needs_a_step,
     defect_all_parameters_share_one_step,
