@@ -56,7 +56,7 @@ class TwoDAttention:
             where something else guarantees that they agree.
 
     Raises:
-        UserError: the groups do not form a grid.
+        UserError: the groups do not form a grid, or the time limit is not positive.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class TwoDAttention:
         staging: Staging = "auto",
         check_agreement: bool = True,
     ) -> None:
+        if not timeout_seconds > 0:
+            raise UserError(f"timeout_seconds={timeout_seconds} must be a positive number")
         self.buffers = buffers or BufferPool()
         self.heads = HeadExchange(
             head_group, self.buffers, timeout_seconds=timeout_seconds, staging=staging
