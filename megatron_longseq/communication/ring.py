@@ -200,7 +200,8 @@ class Rotation:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_chain"):
+            self.close()
 
     def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...], Gradient]]:
         """Yields ``(owner, block, gradient)``; add this rank's part to the gradient."""

@@ -116,6 +116,11 @@ def test_tensors_that_do_not_fit_one_another_are_refused(change, expected):
         two_d_attention(*change(*tensors()), head_group=None, ring_group=None)
 
 
+def test_a_time_limit_must_be_positive():
+    with pytest.raises(megatron_longseq.errors.UserError, match="timeout_seconds=0 must be"):
+        TwoDAttention(None, None, timeout_seconds=0)
+
+
 def swapped_groups():
     head, ring = grid_groups(1, 4)
     return refused(two_d_attention, *tensors(), head_group=ring, ring_group=ring), refused(

@@ -127,6 +127,45 @@ def test_a_double_ring_is_another_schedule_of_the_same_engine(ranks, size, windo
             ]
 
 
+def lanes_apart(window):
+    """A double ring whose lanes run on groups of their own; returns the group of each batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own, used = {"gradients": dist.new_group(list(range(size)))}, set()
+    lists = {
+        "inner": [list(range(w, w + window)) for w in range(0, size, window)],
+        "outer": [list(range(x, size, window)) for x in range(window)],
+    }
+    for lane, members in lists.items():
+        groups = [(ranks, dist.new_group(ranks)) for ranks in members]
+        own[lane] = next(group for ranks, group in groups if rank in ranks)
+    plain = Channel.exchange
+
+    def logged(channel, **messages):
+        used.add((channel.stream.name, channel.place.ranks))
+        return plain(channel, **messages)
+
+    Channel.exchange = logged
+    ring = Ring(
+        dist.group.WORLD,
+        PoisonedPool(),
+        schedule=DoubleRing(window),
+        lane_groups=own,
+        timeout_seconds=20,
+    )
+    tour(ring, rank)
+    return used
+
+
+def test_lanes_may_have_process_groups_of_their_own(ranks):
+    for rank, used in enumerate(ranks.run(lanes_apart, world_size=6, args=(3,), backend="gloo")):
+        window = 3 * (rank // 3)
+        assert used == {
+            ("ring blocks", (window, window + 1, window + 2)),
+            ("ring blocks", (rank % 3, rank % 3 + 3)),
+            ("ring gradients", (0, 1, 2, 3, 4, 5)),
+        }
+
+
 def interleaved_rotations():
     rank = dist.get_rank()
     ring = Ring(dist.group.WORLD, PoisonedPool(), timeout_seconds=20)
