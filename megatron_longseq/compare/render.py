@@ -78,8 +78,19 @@ def save_json(rows: Sequence[RowResult], path: Path) -> None:
     path.write_text(json.dumps({"rows": [row.as_dict() for row in rows]}, indent=2) + "\n")
 
 
+# Groups whose descriptions say less than what they carry.
+_GROUP_NAMES = {
+    "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0": "head exchange",
+    "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1": "ring",
+    "LONGSEQ_RING_GRADIENTS_GROUP": "ring gradients",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data x context",
+}
+
+
 def group_name(description: str) -> str:
     """Megatron's name of a process group for people: ``TENSOR_MODEL_PARALLEL_GROUP``: tensor."""
+    if description in _GROUP_NAMES:
+        return _GROUP_NAMES[description]
     words = description.lower().split("_")
     return " ".join(word for word in words if word not in ("group", "model", "parallel"))
 
