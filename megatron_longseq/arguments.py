@@ -74,12 +74,19 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of Megatron's and ours that follow from others; they become the defaults.
 
     2D attention lets Megatron build both dimensions of its groups, by the two levels of
-    ``--hierarchical-context-parallel-sizes``.
+    ``--hierarchical-context-parallel-sizes``. Over gloo, interleaved pipelines of more than two
+    stages send and receive in turn: overlapped, they were seen to race.
     """
+    derived: dict[str, Any] = {}
+    interleaved = (
+        args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
+    )
+    if cpu_platform.is_installed() and interleaved and args.pipeline_model_parallel_size > 2:
+        derived["overlap_p2p_comm"] = False
     if args.longseq_context_parallel != "2d" or args.context_parallel_size == 1:
-        return {}
+        return derived
     chosen = _factorisation(args)
-    return {
+    return derived | {
         "longseq_head_parallel_size": chosen.head_parallel,
         "hierarchical_context_parallel_sizes": [chosen.head_parallel, chosen.ring],
     }

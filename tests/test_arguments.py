@@ -175,6 +175,51 @@ def test_mapped_defaults_give_way_to_a_value_given(megatron_ranks):
     assert again == args, "asking what was given must not change the parser"
 
 
+def derived(flags):
+    import sys
+
+    from megatron_longseq import compat
+    from megatron_longseq.arguments import extra_arguments
+
+    os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = "4", "4"
+    sys.argv = ["pretrain_gpt.py", *GOOD.split(), *flags.split()]
+    args = compat.parse_and_validate(extra_arguments())
+    return (
+        args.overlap_p2p_comm,
+        args.hierarchical_context_parallel_sizes,
+        args.longseq_head_parallel_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--pipeline-model-parallel-size 4 --num-layers 8 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            (False, None, None),
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            (True, None, None),
+        ),
+        ("--longseq-context-parallel 2d --context-parallel-size 4", (False, [4, 1], 4)),
+        (
+            "--longseq-context-parallel 2d --context-parallel-size 4 "
+            "--group-query-attention --num-query-groups 2",
+            (False, [2, 2], 2),
+        ),
+        (
+            "--longseq-context-parallel 2d --context-parallel-size 2 "
+            "--tensor-model-parallel-size 2 --longseq-head-parallel-size 1",
+            (False, [1, 2], 1),
+        ),
+    ],
+)
+def test_arguments_that_follow_from_others_are_set(flags, expected, megatron_ranks):
+    assert megatron_ranks.run(derived, world_size=1, args=(flags,))[0] == expected
+
+
 def options_of_the_library():
     from megatron_longseq.config import LongSeqTransformerConfig
 
