@@ -124,7 +124,8 @@ def import_script(checkout: Checkout) -> ModuleType:
     Raises:
         NodeError: another Megatron is imported, or the script lacks what is needed of it.
     """
-    check_imported(checkout)
+    # A forked rank may have got its launcher's path; the script imports what stands beside it.
+    import_from(checkout)
     script = importlib.import_module(Path(SCRIPT).stem)
     if not script.__file__ or not _is_same(Path(script.__file__), checkout.script):
         raise NodeError(

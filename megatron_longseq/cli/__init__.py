@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 
-COMMANDS = ("train", "prepare_data", "verify", "demo", "doctor")
+COMMANDS = ("train", "prepare_data", "verify", "demo", "doctor", "patch")
 USER_ERROR_EXIT_CODE = 2
 
 
@@ -23,9 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
+    words = sys.argv[1:] if argv is None else list(argv)
+    # Only the command asked for is imported: the doctor must come up where others cannot.
+    asked = [name for name in COMMANDS if words[:1] == [name.replace("_", "-")]]
+    for name in asked or COMMANDS:
         importlib.import_module(f".{name}", __package__).add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     try:
         return arguments.run(arguments)
     except UserError as error:
