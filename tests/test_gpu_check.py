@@ -76,6 +76,9 @@ def test_every_kernel_dtype_and_grid_was_compared(outcome):
         assert {f"bfloat16, {grid}, causal", f"bfloat16, {grid}, full"} <= grids
     assert ("streams and pinned memory", "rank 1") in equal
     assert ("memory over repeated calls", "tensors") in equal
+    called = [row["numbers"]["of"] for row in rows if row["case"].endswith("operators")]
+    forward = "_scaled_dot_product_flash_attention_for_cpu"
+    assert called == [[forward, f"{forward}_backward"]] * 4 + [[]] * 4
     speeds = [row for row in rows if row["check"].startswith("speed")]
     assert all(row["numbers"]["ratio"] > 0 for row in speeds) and len(speeds) == 6
     skipped = {row["check"] for row in rows if row["status"] == "skipped"}

@@ -1,15 +1,20 @@
 """``longseq doctor``: what is installed, which kernel runs where, and what is wrong."""
 
 import argparse
+import importlib
 import json
 import sys
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Sequence
+from typing import Any
 
 from ..environment import UNDECLARED, Environment, Feature, Package, inspect_environment
 
+# A text and its style, and a line of a table.
+Cell = tuple[str, str]
+Row = tuple[Cell, ...]
+PACKAGE_COLUMNS = ("package", "found", "supported", "tested with", "used for")
+FEATURE_COLUMNS = ("feature", "device", "uses", "missing for more")
+PROBLEM_COLUMNS = ("", "what", "what to do")
 # Without a terminal: as wide as the longest command needs.
 PLAIN_WIDTH = 150
 
@@ -43,20 +48,59 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_report(found: Environment) -> None:
-    """Prints tables and, last, the verdict."""
+    """Prints tables and, last, the verdict; plain lines where the package rich does not work."""
+    try:
+        importlib.import_module("rich.console")
+    except Exception:  # missing, or broken in any way: the report is for such environments
+        print("\n".join(plain_lines(found)))
+    else:
+        _print_tables(found)
+
+
+def _print_tables(found: Environment) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
-    console.print(_machine_lines(found))
-    console.print(package_table(found))
-    console.print(feature_table(found))
+    console.print(Text("\n".join(machine_lines(found))))
+    console.print(_table("Packages", PACKAGE_COLUMNS, package_rows(found)))
+    if also := also_found(found):
+        console.print(Text(also, style="dim"))
+    console.print(_table("What runs here, and on a GPU", FEATURE_COLUMNS, feature_rows(found)))
     for line in install_lines(found):
         # Not wrapped: to be copied.
         console.print(Text(line), soft_wrap=True)
     if found.problems:
-        console.print(problem_table(found))
+        console.print(_table("Problems", PROBLEM_COLUMNS, problem_rows(found)))
     console.print(Text(found.verdict, style="bold green" if found.can_train else "bold red"))
 
 
-def _machine_lines(found: Environment) -> Text:
+def plain_lines(found: Environment) -> list[str]:
+    """The report without tables."""
+    lines = machine_lines(found)
+    for title, rows in (
+        ("Packages", package_rows(found)),
+        ("What runs here, and on a GPU", feature_rows(found)),
+        ("Problems", problem_rows(found)),
+    ):
+        lines += ["", title, *("  " + " | ".join(cell for cell, _ in row if cell) for row in rows)]
+    return [*lines, also_found(found), *install_lines(found), "", found.verdict]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(text, style=style) for text, style in row))
+    return table
+
+
+def machine_lines(found: Environment) -> list[str]:
+    """This package, this machine, its GPUs."""
     machine, torch = found.machine, found.torch
     cuda = torch.get("cuda")
     lines = [
@@ -72,36 +116,42 @@ def _machine_lines(found: Environment) -> Text:
         lines.append(f"GPU {gpu.index}: {gpu.name}{memory}{shown}")
     if not machine.gpus:
         lines.append("no GPU found")
-    return Text("\n".join(lines))
+    return lines
 
 
-def package_table(found: Environment) -> Table:
-    """Versions found, and what was tested; small ones that are fine share a line."""
-    table = Table(title="Packages", title_justify="left")
-    for column in ("package", "found", "supported", "tested with", "used for"):
-        table.add_column(column, overflow="fold")
-    quiet = []
-    for package in found.packages:
-        if package.use == UNDECLARED and package.works and package.in_range:
-            quiet.append(f"{package.name} {package.version}")
-            continue
-        table.add_row(
-            package.name, _found(package), package.supported, _tested(package), Text(package.use)
+def package_rows(found: Environment) -> list[Row]:
+    """Versions found, and what was tested; without the small ones of :func:`also_found`."""
+    return [
+        (
+            (package.name, ""),
+            _found(package),
+            (package.supported, ""),
+            (_tested(package), ""),
+            (package.use, ""),
         )
-    if quiet:
-        table.caption = f"also needed by Megatron, and found: {', '.join(quiet)}"
-        table.caption_justify = "left"
-    return table
+        for package in found.packages
+        if not _is_quiet(package)
+    ]
 
 
-def _found(package: Package) -> Text:
+def also_found(found: Environment) -> str:
+    """The small packages that are as they should be, in one line."""
+    quiet = [f"{p.name} {p.version}" for p in found.packages if _is_quiet(p)]
+    return f"also needed by Megatron, and found: {', '.join(quiet)}" if quiet else ""
+
+
+def _is_quiet(package: Package) -> bool:
+    return package.use == UNDECLARED and package.works and package.in_range
+
+
+def _found(package: Package) -> Cell:
     text = package.version or ""
     if package.status != "found":
         text = f"{text} ({package.status})" if text else package.status
     text += f": {package.note}" if package.note else ""
     good = package.works and package.in_range
     missing = package.status == "missing" and not package.needed
-    return Text(text, style="" if good else ("dim" if missing else "red"))
+    return text, "" if good else ("dim" if missing else "red")
 
 
 def _tested(package: Package) -> str:
@@ -110,20 +160,21 @@ def _tested(package: Package) -> str:
     return package.tested_with + ("" if package.used_in_tests else " (pinned, not used by a test)")
 
 
-def feature_table(found: Environment) -> Table:
+def feature_rows(found: Environment) -> list[Row]:
     """Which implementation runs where."""
-    table = Table(title="What runs here, and what would run on a GPU", title_justify="left")
-    for column in ("feature", "device", "uses", "missing for more"):
-        table.add_column(column, overflow="fold")
-    for feature in found.features:
-        device = feature.device + ("" if feature.here else " (none here)")
-        uses = Text(feature.uses or "nothing", style="" if feature.uses else "red")
-        table.add_row(feature.name, device, uses, Text(_missing(feature)))
-    return table
+    return [
+        (
+            (feature.name, ""),
+            (feature.device + ("" if feature.here else " (none here)"), ""),
+            (feature.uses or "nothing", "" if feature.uses else "red"),
+            (_missing(feature), ""),
+        )
+        for feature in found.features
+    ]
 
 
 def _missing(feature: Feature) -> str:
-    return "\n".join(f"{missing.name}: {missing.why}" for missing in feature.missing)
+    return "; ".join(f"{missing.name}: {missing.why}" for missing in feature.missing)
 
 
 def install_lines(found: Environment) -> list[str]:
@@ -137,13 +188,9 @@ def install_lines(found: Environment) -> list[str]:
     return [f"for {name}: {command}" for command, name in commands.items()]
 
 
-def problem_table(found: Environment) -> Table:
+def problem_rows(found: Environment) -> list[Row]:
     """Problems, the worst first."""
-    table = Table(title="Problems", title_justify="left")
-    for column in ("", "what", "what to do"):
-        table.add_column(column, overflow="fold")
     styles = {"stops": "red", "warning": "yellow", "hint": "dim"}
-    for problem in found.problems:
-        style = styles[problem.severity]
-        table.add_row(Text(problem.severity, style=style), Text(problem.what), Text(problem.remedy))
-    return table
+    return [
+        ((p.severity, styles[p.severity]), (p.what, ""), (p.remedy, "")) for p in found.problems
+    ]

@@ -64,7 +64,7 @@ def describe_features(
             if torch_answer.get("nccl")
             else ("gloo, staged through host memory" if torch_answer.get("gloo") else None),
             ()
-            if torch_answer.get("nccl") or "torch" not in packages
+            if torch_answer.get("nccl") or not torch_answer
             else (Missing("NCCL", "this build of PyTorch has none", packages["torch"].install),),
         ),
     ]
@@ -128,8 +128,10 @@ def layer_features(packages: Mapping[str, Package], answers: Answers) -> list[Fe
         "apex": "Apex's FusedLayerNorm",
         "torch": "megatron_longseq's SequenceParallelNorm, on PyTorch's kernels",
     }
-    layers = "local ones alone: --transformer-impl local"
-    if engine.works:
+    layers: str | None = "local ones alone: --transformer-impl local"
+    if not packages["megatron-core"].works:
+        layers = None
+    elif engine.works:
         layers = "Transformer Engine's on a GPU (Megatron's default), or local ones"
     return [
         Feature("layers", "any", True, layers, no_engine),

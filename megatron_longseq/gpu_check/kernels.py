@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..softmax.block_kernels import BlockKernel, choose_kernel
 from ..softmax.online_softmax import merge_
@@ -57,6 +59,7 @@ def check_kernel(name: str, dtypes: Sequence[str], device_name: str, rows: int) 
         of_dtype.append(_check_final_lse(kernel, dtype, device, rows))
         of_dtype.append(_note_alignment(kernel, dtype, device, rows))
         of_dtype.append(_note_reruns(kernel, dtype, device, rows))
+        of_dtype.append(_note_operators(kernel, dtype, device, rows))
         for row in of_dtype:
             row.case = f"{dtype_name}, {row.case}"
         found += of_dtype
@@ -192,3 +195,37 @@ def _note_reruns(kernel: BlockKernel, dtype: torch.dtype, device: torch.device, 
     ]
     detail = f"differ in {', '.join(apart)}" if apart else "the same bits three times"
     return Row("reruns", NOTE, detail, {"differ": apart})
+
+
+def _note_operators(
+    kernel: BlockKernel, dtype: torch.dtype, device: torch.device, rows: int
+) -> Row:
+    """Which fused operators of PyTorch did the work; without and with a mask they may differ."""
+    q, k, v, dout = _inputs(Case("operators"), dtype, device, rows)
+    visible = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=device).tril()
+    with _OperatorNames() as seen:
+        for mask in (None, visible):
+            try:
+                out, lse = kernel.forward(q, k, v, causal=False, scale=0.125, visible=mask)
+            except NotImplementedError:
+                continue
+            out = out.to(dtype)
+            kernel.backward(dout, q, k, v, out, lse, causal=False, scale=0.125, visible=mask)
+    names = list(dict.fromkeys(seen.names))
+    return Row("operators", NOTE, ", ".join(names) or "none of PyTorch's fused ones", {"of": names})
+
+
+class _OperatorNames(TorchDispatchMode):
+    """Notes the names of the fused attention operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        if name.startswith("_scaled_dot_product"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))

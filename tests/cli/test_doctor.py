@@ -74,6 +74,17 @@ def test_this_environment_can_train_and_the_last_line_says_so():
         assert word in output
 
 
+def test_with_no_package_at_all_it_still_reports_in_plain_lines():
+    command = [sys._base_executable, "-S", "-m", "megatron_longseq.cli", "doctor"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "  stops | torch is missing | pip install 'torch>=2.11'" in lines
+    assert lines[-1].startswith("training cannot run here: torch is missing (and ")
+
+
 def test_versions_and_kernels_are_those_that_run(here):
     import torch
 

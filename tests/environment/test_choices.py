@@ -1,5 +1,6 @@
 """The report repeats Megatron's order of imports; Megatron itself must agree."""
 
+from megatron_longseq.environment import inspect_environment
 from megatron_longseq.environment.probe import norm, optimizer
 
 
@@ -23,3 +24,9 @@ def test_norm_and_optimizer_are_those_that_megatron_takes(megatron_ranks):
     assert chosen["optimizer"].startswith(reported.pop("optimizer"))
     del chosen["optimizer"]
     assert chosen == reported
+
+
+def test_a_thorough_look_imports_megatron():
+    found = {package.name: package for package in inspect_environment(thorough=True).packages}
+    for name in ("megatron-core", "megatron-training"):
+        assert (found[name].status, found[name].note) == ("found", None)
