@@ -6,7 +6,7 @@ is leased for a rotation and comes back when its transfers have completed, on ev
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -77,6 +77,20 @@ class BufferPool:
                 self.held_bytes += needed
             self.leased_bytes += memory.numel()
         return Buffer(self, kind, memory, memory[:needed].view(dtype).view(*shape))
+
+    def lease_all(
+        self, kinds: Iterable[tuple[Sequence[int], torch.dtype]], device: torch.device
+    ) -> list[Buffer]:
+        """Leases one buffer per (shape, dtype): all of them, or none if memory runs out."""
+        buffers: list[Buffer] = []
+        try:
+            for shape, dtype in kinds:
+                buffers.append(self.lease(shape, dtype, device))
+        except BaseException:
+            for buffer in buffers:
+                buffer.give_back()
+            raise
+        return buffers
 
     def _take(self, kind: tuple[torch.device, bool], needed: int) -> Tensor | None:
         free = self._free.get(kind)

@@ -71,8 +71,10 @@ class GradientChain:
 
     def open(self, *, doubled: bool) -> None:
         """Leases the buffers: one, or two if the sums travel."""
+        if self._slots:
+            raise RuntimeError("a rotation goes round once; make another for a second tour")
         for _ in range(2 if doubled else 1):
-            buffers = [self._pool.lease(shape, dtype, self._device) for shape, dtype in self._like]
+            buffers = self._pool.lease_all(self._like, self._device)
             self._slots.append(Slot([buffer.tensor for buffer in buffers], buffers))
         self._empty = True
 

@@ -147,8 +147,9 @@ class Ring:
             slot = Slot.to_send(self.pool, given) if self.block_channels else Slot(given, ())
             slots.append(slot)
             for lane in self.block_channels:
-                lanes[lane] = [Slot.to_receive(self.pool, given) for _ in range(2)]
-                slots += lanes[lane]
+                for _ in range(2):
+                    slots.append(Slot.to_receive(self.pool, given))
+                lanes[lane] = slots[-2:]
             for index, step in enumerate(self.steps):
                 if index > 0:
                     slot, exchange = arriving[index]

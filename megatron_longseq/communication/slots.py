@@ -22,21 +22,18 @@ class Slot:
     @classmethod
     def to_receive(cls, pool: BufferPool, like: Sequence[Tensor]) -> "Slot":
         """Leases memory for a block of the same shapes and dtypes as ``like``."""
-        buffers = [pool.lease(tensor.shape, tensor.dtype, tensor.device) for tensor in like]
+        kinds = [(tensor.shape, tensor.dtype) for tensor in like]
+        buffers = pool.lease_all(kinds, like[0].device)
         return cls([buffer.tensor for buffer in buffers], buffers)
 
     @classmethod
     def to_send(cls, pool: BufferPool, tensors: Sequence[Tensor]) -> "Slot":
         """The tensors themselves; a leased copy of those a message cannot take as they are."""
-        messages, buffers = [], []
-        for tensor in tensors:
-            if tensor.is_contiguous():
-                messages.append(tensor)
-                continue
-            buffer = pool.lease(tensor.shape, tensor.dtype, tensor.device)
-            buffer.tensor.copy_(tensor)
-            buffers.append(buffer)
-            messages.append(buffer.tensor)
+        strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
+        kinds = [(tensor.shape, tensor.dtype) for tensor in strided]
+        buffers = pool.lease_all(kinds, tensors[0].device)
+        copies = iter([buffer.tensor for buffer in buffers])
+        messages = [t if t.is_contiguous() else next(copies).copy_(t) for t in tensors]
         return cls(messages, buffers)
 
     def exchange(

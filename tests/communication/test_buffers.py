@@ -1,5 +1,6 @@
 """The buffer pool: what is leased, kept, reused and given up."""
 
+import pytest
 import torch
 
 from megatron_longseq.communication import BufferPool
@@ -42,6 +43,14 @@ def test_alternating_lengths_hold_the_longest_not_their_sum():
         for buffer in pair:
             buffer.give_back()
     assert pool.held_bytes == 2 * 100 * 4
+
+
+def test_leases_that_belong_together_are_made_all_or_none():
+    pool = BufferPool()
+    kinds = [((4,), torch.float32), ((2,), torch.float64), ((1 << 60,), torch.float32)]
+    with pytest.raises(RuntimeError):
+        pool.lease_all(kinds, CPU)
+    assert (pool.leased_bytes, pool.held_bytes) == (0, 32)
 
 
 def test_given_back_twice_counts_once():

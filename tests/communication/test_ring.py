@@ -274,13 +274,15 @@ def unfinished_rotation():
     for _, _, gradient in rotation:
         kept = gradient
     late = refused(kept.add, torch.zeros(3))
+    again = refused(next, iter(rotation))
     del rotation  # its last hop is on its way
-    return late, ring.pool.leased_bytes
+    return late, again, ring.pool.leased_bytes
 
 
 def test_a_rotation_dropped_before_its_gradients_returns_its_buffers(ranks):
-    for late, leased in ranks.run(unfinished_rotation, world_size=2, backend="gloo"):
+    for late, again, leased in ranks.run(unfinished_rotation, world_size=2, backend="gloo"):
         assert "has been sent on" in late
+        assert "goes round once" in again
         assert leased == 0
 
 
