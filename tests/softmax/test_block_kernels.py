@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 from grids import dense_attention, dense_with_gradients, random_sequence, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_longseq.errors import UserError
 from megatron_longseq.softmax import choose_kernel, kernels, merge_
@@ -135,3 +136,20 @@ def test_unknown_and_unusable_kernels_are_refused_with_what_there_is():
         choose_kernel("flash", torch.float16, CPU)
     with pytest.raises(UserError, match=r"'aten' cannot be used: .*fp64 on CUDA.*reference"):
         choose_kernel("aten", torch.float64, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_cuda_operators_take_our_arguments_and_return_our_shapes(dtype, masked):
+    # Fake tensors carry shapes and devices but no numbers: what is called, without a GPU.
+    kernel = choose_kernel("aten", dtype, torch.device("cuda"))
+    with FakeTensorMode():
+        shapes = ((10, 2, 4, 12), (6, 2, 2, 12), (6, 2, 2, 5))
+        q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
+        visible = torch.ones(10, 6, dtype=torch.bool, device="cuda") if masked else None
+        options = {"causal": False, "scale": 0.3, "visible": visible}
+        out, lse = kernel.forward(q, k, v, **options)
+        gradients = kernel.backward(torch.empty_like(out), q, k, v, out, lse, **options)
+    assert (out.shape, out.dtype, out.device.type) == ((10, 2, 4, 5), dtype, "cuda")
+    assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
+    assert tuple(gradient.shape for gradient in gradients) == shapes
