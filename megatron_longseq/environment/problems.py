@@ -46,7 +46,7 @@ def find_problems(
         *package_problems(packages),
         *apex_problems(packages, answers),
         *gpu_problems(machine, torch_facts),
-        *feature_problems(packages, features, gpu_usable(machine, torch_facts)),
+        *feature_problems(packages, features, answers, gpu_usable(machine, torch_facts)),
         *network_problems(machine),
         *limit_problems(machine),
         *variable_problems(machine, torch_facts),
@@ -144,7 +144,7 @@ def gpu_problems(machine: Machine, torch_facts: Mapping[str, Any]) -> Iterator[P
         if machine.gpus:
             yield Problem(
                 STOPS,
-                f"{len(machine.gpus)} GPUs, but this PyTorch is built without CUDA",
+                f"{_count(machine.gpus)}, but this PyTorch is built without CUDA",
                 "install a CUDA build of torch, or run with --longseq-device cpu",
             )
         return
@@ -162,10 +162,14 @@ def gpu_problems(machine: Machine, torch_facts: Mapping[str, Any]) -> Iterator[P
         why = f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else ""
         yield Problem(
             STOPS,
-            f"{len(machine.gpus)} GPUs, but PyTorch finds no CUDA device{why}",
+            f"{_count(machine.gpus)}, but PyTorch finds no CUDA device{why}",
             "check CUDA_VISIBLE_DEVICES and the driver, or run with --longseq-device cpu",
         )
     yield from _capability_problems(machine, torch_facts)
+
+
+def _count(gpus: tuple[Any, ...]) -> str:
+    return f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
 
 
 def _capability_problems(machine: Machine, torch_facts: Mapping[str, Any]) -> Iterator[Problem]:
@@ -190,13 +194,24 @@ def _capability_problems(machine: Machine, torch_facts: Mapping[str, Any]) -> It
 
 
 def feature_problems(
-    packages: Mapping[str, Package], features: list[Feature], gpu: bool
+    packages: Mapping[str, Package],
+    features: list[Feature],
+    answers: Mapping[str, Mapping[str, Any]],
+    gpu: bool,
 ) -> Iterator[Problem]:
     """What nothing here can do, unless a package that is missing anyway explains it."""
     if any(package.needed and not package.works for package in packages.values()):
         return
+    # Megatron expects an ImportError of a package that is not there; any other ends its import.
+    asked = {"ask:norm": "norm", "ask:optimizer": "Adam", "ask:block_kernels": "attention block"}
+    failed = [name for name in asked if "error" in answers.get(name, {})]
+    for name in failed:
+        what = f"asking which {asked[name]} is used fails: {answers[name]['error']}"
+        yield Problem(STOPS, what, "reinstall or remove the package that the error names")
     for feature in nothing_for(features, "cuda" if gpu else "cpu"):
-        why = feature.missing[0].why if feature.missing else "the choice could not be asked"
+        if any(feature.name.startswith(asked[name]) for name in failed):
+            continue
+        why = feature.missing[0].why if feature.missing else "no implementation is found"
         remedy = feature.missing[0].install if feature.missing else None
         yield Problem(
             STOPS, f"{feature.name}: nothing here can do it ({why})", remedy or "see above"
@@ -204,8 +219,8 @@ def feature_problems(
     for feature in features:
         if feature.here and feature.uses and "fails" in feature.uses:
             yield Problem(
-                STOPS if feature.device == "cuda" else WARNING,
-                f"{feature.name}: {feature.missing[0].why}",
+                WARNING,
+                f"{feature.name}: flash would be chosen and fails: {feature.missing[0].why}",
                 "--longseq-attention-kernel aten",
             )
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU_EXIT_CODE
     from ..launch import RankPool
     from . import plan, report
-    from .rows import BAD, ON_CPU, ON_GPU
+    from .rows import BAD, FAILED, ON_CPU, ON_GPU, Row
 
     sizes = ON_GPU if arguments.device == "cuda" else ON_CPU
     checks, rows = plan.make_plan(arguments.device, sizes, gpus)
@@ -47,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(report.terminal_lines(found, seconds)), flush=True)
 
     with RankPool() as pool:
-        (facts,) = pool.run(
-            report.describe_device,
-            world_size=1,
-            args=(arguments.device,),
-            timeout_seconds=STARTING_SECONDS,
-        )
+        facts = {"torch": torch.__version__}
+        try:
+            (facts,) = pool.run(
+                report.describe_device,
+                world_size=1,
+                args=(arguments.device,),
+                timeout_seconds=STARTING_SECONDS,
+            )
+        except RuntimeError as failure:  # of the rank, or of the pool itself
+            rows.append(Row("every case", FAILED, plan.first_line(failure), check="the device"))
         print(", ".join(f"{k} {v}" for k, v in facts.items() if v is not None), flush=True)
         deadline = started + 60 * arguments.minutes
         rows = plan.run_plan(pool, checks, deadline=deadline, report=show) + rows

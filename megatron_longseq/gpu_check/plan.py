@@ -156,14 +156,15 @@ def run_check(pool: RankPool, check: Check, deadline: float) -> list[Row]:
                 )
             )
         except RankFailure as failure:
-            return [Row("every case", FAILED, _short(str(failure)))]
+            return [Row("every case", FAILED, first_line(failure))]
         except Exception as error:  # the pool itself: no memory, no process, a dead parent
-            return [Row("every case", FAILED, _short(f"{type(error).__name__}: {error}"))]
+            return [Row("every case", FAILED, first_line(error))]
     return (check.judge or merge_ranks)(results)
 
 
-def _short(text: str) -> str:
-    """The first line and, of a traceback, what was raised and where."""
+def first_line(error: Exception) -> str:
+    """The first line and, of a traceback in it, where it was raised."""
+    text = str(error) if isinstance(error, RankFailure) else f"{type(error).__name__}: {error}"
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     frames = [line for line in lines if line.startswith("File ")]
     return "; ".join([*lines[:1], *frames[-1:]])[:400]

@@ -12,9 +12,16 @@ import pytest
 from megatron_longseq.cli.doctor import print_report
 from megatron_longseq.environment import inspect_environment
 from megatron_longseq.environment.asking import ask
-from megatron_longseq.environment.machine import Gpu
+from megatron_longseq.environment.features import describe_features
+from megatron_longseq.environment.machine import Gpu, list_gpus
 from megatron_longseq.environment.packages import megatron_version
-from megatron_longseq.environment.problems import STOPS, gpu_problems, network_problems, verdict
+from megatron_longseq.environment.problems import (
+    STOPS,
+    feature_problems,
+    gpu_problems,
+    network_problems,
+    verdict,
+)
 from megatron_longseq.environment.tested import TESTED, in_range
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +224,32 @@ def with_gpu(here, driver, **changes):
 
     gpu = Gpu(0, "Some GPU", 80_000, 79_000, (9, 0))
     return dataclasses.replace(here.machine, gpus=(gpu,), driver=driver, **changes)
+
+
+def test_gpus_are_read_from_the_drivers_own_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    lines = [
+        "0, NVIDIA H200, 580.159.03, 143771, 143000, 9.0",
+        "1, Odd, 580.159.03, [N/A], 5, [N/A]",
+    ]
+    tool.write_text("#!/bin/sh\n" + "\n".join(f"echo '{line}'" for line in lines) + "\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (first, second), driver, note = list_gpus()
+    assert first == Gpu(0, "NVIDIA H200", 143771, 143000, (9, 0))
+    assert (second.memory_mib, second.compute_capability) == (None, None)
+    assert (driver, note) == ("580.159.03", None)
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert list_gpus()[0] == () and list_gpus()[2] == "nvidia-smi: NVIDIA-SMI has failed"
+
+
+def test_a_package_whose_error_megatron_does_not_expect_stops(here):
+    packages = {package.name: package for package in here.packages}
+    answers = {"ask:norm": {"error": "RuntimeError: no libcuda"}}
+    features = describe_features(packages, answers, gpu_usable=False)
+    problems = list(feature_problems(packages, features, answers, False))
+    assert [p.severity for p in problems if "RuntimeError: no libcuda" in p.what] == [STOPS]
+    assert not any(p.what.startswith("norm") for p in problems)
 
 
 def test_a_driver_too_old_for_this_torch_stops_and_says_which_would_do(here):
