@@ -42,8 +42,14 @@ SHAPING = (
 )
 
 
-# Arguments that shape the schedules of learning rate and weight decay.
-SCHEDULING = ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples")
+# Arguments that shape the schedules of learning rate and weight decay, each with what Megatron
+# takes for it, once the run has begun, if it is not given.
+SCHEDULING = {
+    "train_iters": None,
+    "train_samples": None,
+    "lr_decay_iters": "train_iters",
+    "lr_decay_samples": "train_samples",
+}
 
 
 def check_checkpoint(args: Any) -> None:
@@ -87,25 +93,34 @@ def _check_load(args: Any) -> None:
                 f"--load {folder}: its model has {flag_of(name)} {theirs}, this run has {ours}; "
                 f"use the checkpoint's value{hint}"
             )
-    _check_schedule(folder, saved, args)
+    check_schedule(folder, saved, args)
 
 
-def _check_schedule(folder: Path, saved: Any, args: Any) -> None:
-    """A schedule of another length: Megatron asserts unless told which one counts."""
+def check_schedule(folder: Path, saved: Any, args: Any) -> None:
+    """A schedule of another length: Megatron asserts unless told which one counts.
+
+    Raises:
+        NodeError: the arguments saved in ``folder`` and those of this run differ in it.
+    """
     keeps_schedule = not (
         args.finetune
         or args.no_load_optim
         or args.override_opt_param_scheduler
         or args.use_checkpoint_opt_param_scheduler
     )
-    for name in SCHEDULING if keeps_schedule else ():
-        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+    for name, otherwise in SCHEDULING.items() if keeps_schedule else ():
+        theirs, ours = (_given_or(of, name, otherwise) for of in (saved, args))
         if theirs != ours:
             raise NodeError(
                 f"--load {folder}: its schedule was made for {flag_of(name)} {theirs}, this run "
                 f"has {ours}; add --override-opt-param-scheduler to follow this run's flags, or "
                 "--use-checkpoint-opt-param-scheduler to follow the checkpoint's"
             )
+
+
+def _given_or(args: Any, name: str, otherwise: str | None) -> Any:
+    value = getattr(args, name, None)
+    return getattr(args, otherwise, None) if value is None and otherwise else value
 
 
 def _saved_arguments(folder: Path, iteration: str) -> Any:

@@ -66,3 +66,26 @@ def test_a_checkpoint_resumes_in_another_layout_with_its_optimizer_state(
         )
         assert losses(resumed) == pytest.approx(whole[3:], rel=1e-6), name
         assert "dist_ckpt_optim_fully_reshardable=True" in log(tmp_path / name)
+
+
+def schedule_of_a_run_that_named_no_decay() -> str:
+    """What Megatron saves of it, checked against the same run started again, and a longer one."""
+    from types import SimpleNamespace
+
+    from megatron_longseq.checkpoint import SCHEDULING, check_schedule
+    from megatron_longseq.errors import UserError
+
+    fresh = dict.fromkeys([*SCHEDULING, "finetune", "no_load_optim"]) | {"train_iters": 40}
+    fresh |= {"override_opt_param_scheduler": None, "use_checkpoint_opt_param_scheduler": None}
+    saved = SimpleNamespace(**fresh | {"lr_decay_iters": 40})
+    check_schedule("runs", saved, SimpleNamespace(**fresh))
+    try:
+        check_schedule("runs", saved, SimpleNamespace(**fresh | {"lr_decay_iters": 80}))
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_decay_that_megatron_filled_in_is_the_same_schedule(megatron_ranks):
+    message = megatron_ranks.run(schedule_of_a_run_that_named_no_decay, world_size=1)[0]
+    assert "--lr-decay-iters 40, this run has 80" in message
