@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if state == "applied" else NOT_APPLIED_EXIT_CODE
     wanted: State = "applied" if arguments.action == "apply" else "not applied"
     if state == wanted:
-        print(f"{where}: {state} already, nothing to do")
+        print(f"{where}: {state}, nothing to do")
         return 0
     change(checkout, wanted)
     print(f"{where}: {'two lines added at' if wanted == 'applied' else 'removed from'} line {line}")

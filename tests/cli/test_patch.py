@@ -53,7 +53,7 @@ def test_in_and_out_again_leaves_every_byte_and_the_mode_as_they_were(checkout, 
     after = script.read_bytes()
     assert edited(checkout, "apply") == 0
     assert script.read_bytes() == after
-    assert "applied already, nothing to do" in capsys.readouterr().out
+    assert ": applied, nothing to do" in capsys.readouterr().out
     for _ in range(2):
         assert edited(checkout, "revert") == 0
         assert script.read_bytes() == before
