@@ -31,7 +31,8 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 
     Args:
         model_config: Megatron's ``GPTModelConfig``; its ``transformer`` is the
-            :class:`~megatron_longseq.config.LongSeqTransformerConfig`.
+            :class:`~megatron_longseq.config.LongSeqTransformerConfig`, or Megatron's own, which
+            :mod:`~megatron_longseq.external_options` then completes.
         vp_stage: virtual pipeline stage, with interleaved pipelines.
 
     Edits of the stock spec, Megatron's local one or Transformer Engine's alike:
