@@ -16,9 +16,24 @@ from typing import Any
 from . import cpu_platform, flag_table
 from .attention_2d.factorisation import Factorisation, factorise
 from .config import check_options, flag_of, options, ranks_per_node
-from .errors import UserError, divisors, nearest_values
+from .errors import UserError, check_at_least_one, divisors, nearest_values
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+# Sizes and counts of which there must be one.
+AT_LEAST_ONE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+)
 
 
 def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None = None) -> Provider:
@@ -58,13 +73,13 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     Raises:
         UserError: with flag, value, rule and what would work.
     """
-    _raise_instead_of_exiting(parser)
+    raise_instead_of_exiting(parser)
     args = parser.parse_args(argv)
     given = given_arguments(parser, argv)
     check_options({field.name: getattr(args, field.name) for field in options()})
     _check_refusals(args, given)
     if cpu_platform.is_installed():
-        _check_cpu(parser, given)
+        _check_cpu(parser, args, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     _check_two_d_attention(args, given)
     return args
@@ -139,7 +154,27 @@ def _check_refusals(args: argparse.Namespace, given: dict[str, Any]) -> None:
             raise UserError(f"{rule.flag}{shown} is refused ({rule.when}): {rule.reason}")
 
 
-def _check_cpu(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+# Flags of Megatron's that ask a GPU or its driver for something.
+NEEDS_GPU = (
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "log_device_memory_used",
+    "profile",
+    "record_memory_history",
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "optimizer_cpu_offload",
+    "cpu_offloading_num_layers",
+)
+
+
+def _check_cpu(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, given: dict[str, Any]
+) -> None:
     """Refuses what a CPU cannot do, instead of letting the run fail somewhere inside Megatron."""
     for name, needed in cpu_platform.ARGUMENTS.items():
         if name == "num_workers" or name not in given or given[name] == needed:
@@ -148,9 +183,14 @@ def _check_cpu(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
             f"{_flag_in(parser, name)} {_shown(given[name])}: on a CPU it must be {needed}; "
             "leave it out, or run on a GPU"
         )
-    for name in ("fp8", "fp4", "tp_comm_overlap", "use_megatron_fsdp", "use_torch_fsdp2"):
-        if given.get(name):
+    for name in NEEDS_GPU:
+        if given.get(name) not in (None, False, 0, "none"):
             raise UserError(f"{_flag_in(parser, name)}: needs a GPU; leave it out on a CPU")
+    if args.num_experts is not None and args.add_bias_linear:
+        raise UserError(
+            f"--num-experts {args.num_experts}: without Transformer Engine, Megatron's experts "
+            "cannot have biases; add --disable-bias-linear"
+        )
 
 
 def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> None:
@@ -181,6 +221,8 @@ def _flag_in(parser: argparse.ArgumentParser, name: str) -> str:
 
 def check_layout(args: argparse.Namespace, world_size: int) -> None:
     """Checks sizes that must divide each other, naming the values that would work."""
+    for name in AT_LEAST_ONE:
+        check_at_least_one(flag_of(name), getattr(args, name))
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
     model = tensor * pipeline * context
@@ -203,6 +245,17 @@ def check_layout(args: argparse.Namespace, world_size: int) -> None:
                 f"--tensor-model-parallel-size {tensor}: must divide --num-query-groups {groups} "
                 f"or be a multiple of it; nearest: {_listed(nearest_values(tensor, works))}"
             )
+    width = args.kv_channels or args.hidden_size // heads
+    rows = (heads + 2 * (args.num_query_groups if args.group_query_attention else heads)) * width
+    if rows % tensor:
+        works = [d for d in divisors(heads) if rows % d == 0]
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor}: must divide the {rows} rows of the projection "
+            f"to queries, keys and values; nearest: {_listed(nearest_values(tensor, works))}"
+        )
+    if args.num_experts is not None:
+        experts = args.expert_model_parallel_size
+        _must_divide("--expert-model-parallel-size", experts, "--num-experts", args.num_experts)
     if args.kv_channels is None:
         _must_divide("--num-attention-heads", heads, "--hidden-size", args.hidden_size)
     if args.ffn_hidden_size is not None:
@@ -245,6 +298,14 @@ def _check_pipeline(args: argparse.Namespace, pipeline: int) -> None:
     )
     if not uneven:
         _must_divide("--pipeline-model-parallel-size", pipeline, "--num-layers", args.num_layers)
+        chunks = args.num_virtual_stages_per_pipeline_rank
+        if chunks is not None:
+            _must_divide(
+                "--num-virtual-stages-per-pipeline-rank",
+                chunks,
+                "the layers of a pipeline stage:",
+                args.num_layers // pipeline,
+            )
 
 
 def _must_divide(flag: str, value: int, of_flag: str, total: int) -> None:
@@ -270,7 +331,7 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
-def _raise_instead_of_exiting(parser: argparse.ArgumentParser) -> None:
+def raise_instead_of_exiting(parser: argparse.ArgumentParser) -> None:
     """Makes this parser raise :class:`UserError` where argparse prints pages of usage and exits."""
 
     def error(message: str) -> None:

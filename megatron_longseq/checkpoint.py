@@ -36,11 +36,15 @@ SHAPING = (
     "qk_layernorm",
     "position_embedding_type",
     "untie_embeddings_and_output_weights",
+    "max_position_embeddings",
     "num_experts",
+    "moe_ffn_hidden_size",
     "mtp_num_layers",
     "padded_vocab_size",
 )
 
+
+LEARNED = "learned_absolute"
 
 # Arguments that shape the schedules of learning rate and weight decay, each with what Megatron
 # takes for it, once the run has begun, if it is not given.
@@ -80,8 +84,11 @@ def _check_load(args: Any) -> None:
     for name in SHAPING:
         if name == "num_query_groups" and not args.group_query_attention:
             continue  # Megatron fills it in after it has read the flags
+        if name == "max_position_embeddings" and args.position_embedding_type != LEARNED:
+            continue
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
-        if theirs is not None and ours is not None and theirs != ours:
+        none_counts = name in ("num_experts", "mtp_num_layers") and hasattr(saved, name)
+        if theirs != ours and (none_counts or None not in (theirs, ours)):
             hint = ""
             if name == "padded_vocab_size":
                 hint = (
@@ -97,11 +104,20 @@ def _check_load(args: Any) -> None:
 
 
 def check_schedule(folder: Path, saved: Any, args: Any) -> None:
-    """A schedule of another length: Megatron asserts unless told which one counts.
+    """An optimizer of another kind, or a schedule of another length: Megatron fails at either.
 
     Raises:
         NodeError: the arguments saved in ``folder`` and those of this run differ in it.
     """
+    loads_optimizer = not (args.finetune or args.no_load_optim)
+    for name in ("optimizer", "use_distributed_optimizer") if loads_optimizer else ():
+        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        if None not in (theirs, ours) and theirs != ours:
+            raise NodeError(
+                f"--load {folder}: its optimizer state was saved with {flag_of(name)} {theirs}, "
+                f"this run has {ours}; use the same, or add --no-load-optim to begin with a new "
+                "optimizer"
+            )
     keeps_schedule = not (
         args.finetune
         or args.no_load_optim

@@ -119,6 +119,9 @@ class CpuPlatform:
         # them takes no tensors.
         dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         dispatcher.maybe_move_tensor_to_cpu = _to_host
+        training.build_train_valid_test_data_iterators = _without_drawing(
+            training.build_train_valid_test_data_iterators
+        )
         _mend_distributed_optimizer()
 
 
@@ -351,6 +354,25 @@ def _to_double(function, args, kwargs):
 
 
 # --- Megatron ---------------------------------------------------------------------------------
+
+
+def _without_drawing(build: Any) -> Any:
+    """Keeps the random numbers of the data loaders apart from those of dropout.
+
+    A new iterator of a data loader draws one number from the CPU's generator. On a GPU dropout has
+    a generator of its own; here it is the same one, and a run that resumes, whose iterators are
+    made after the generator's state was loaded, would drop other activations.
+    """
+
+    @functools.wraps(build)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        state = torch.default_generator.get_state()
+        try:
+            return build(*args, **kwargs)
+        finally:
+            torch.default_generator.set_state(state)
+
+    return wrapped
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

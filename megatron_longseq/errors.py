@@ -18,6 +18,12 @@ class NodeError(UserError):
     """A user's error that only this machine may see: a file, a disk. Its first rank prints it."""
 
 
+def check_at_least_one(flag: str, value: int | None) -> None:
+    """Raises :class:`UserError` for a count below 1; None means that the flag was not given."""
+    if value is not None and value < 1:
+        raise UserError(f"{flag} {value}: must be at least 1")
+
+
 def nearest_values(value: int, candidates: Iterable[int], count: int = 4) -> list[int]:
     """Returns up to ``count`` of ``candidates`` closest to ``value``, in ascending order."""
     ranked = sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))

@@ -50,10 +50,13 @@ class SequenceParallelNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalises ``[.., hidden_size]`` over its last dimension; keeps the dtype."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
+        """Normalises ``[.., hidden_size]`` over its last dimension; returns the weights' dtype."""
+        # With --fp32-residual-connection the input is wider than the weights; what follows the
+        # norm has the weights' dtype.
+        weight = (self.weight + 1 if self.zero_centered else self.weight).to(hidden_states.dtype)
         if self.is_rms:
-            return torch.nn.functional.rms_norm(hidden_states, self.shape, weight, self.eps)
-        return torch.nn.functional.layer_norm(
-            hidden_states, self.shape, weight, self.bias, self.eps
-        )
+            out = torch.nn.functional.rms_norm(hidden_states, self.shape, weight, self.eps)
+        else:
+            bias = self.bias.to(hidden_states.dtype)
+            out = torch.nn.functional.layer_norm(hidden_states, self.shape, weight, bias, self.eps)
+        return out.to(self.weight.dtype)

@@ -137,12 +137,13 @@ def drop_overridden(argv: Sequence[str], parser: argparse.ArgumentParser) -> lis
 def known_arguments() -> argparse.ArgumentParser:
     """A parser with every flag: Megatron's and this package's. Imports Megatron."""
     from . import checkout, compat
-    from .arguments import add_arguments
+    from .arguments import add_arguments, raise_instead_of_exiting
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     compat.add_megatron_arguments(parser)
     checkout.add_argument(parser)
     add_arguments(parser)
+    raise_instead_of_exiting(parser)
     return parser
 
 

@@ -139,7 +139,7 @@ class TwoDCoreAttention(MegatronModule):
         """For the start-up lines: factorisation and kernel."""
         from ..softmax.block_kernels import choose_kernel
 
-        device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda")
+        device = torch.device(torch.cuda.current_device())  # the CPU's, on the CPU platform
         kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
         return f"2D attention, {heads} head-parallel x {ring} ring, kernel {kernel.name}"

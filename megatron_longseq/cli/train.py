@@ -5,7 +5,7 @@ import itertools
 import shlex
 import sys
 
-from ..errors import UserError
+from ..errors import UserError, check_at_least_one
 from ..launch import RankFailure, RankPool, torchrun_command
 from ..launch.training import PRELOAD, run_torchrun, run_training
 from ..run_config import Run, known_arguments, load_run
@@ -32,6 +32,7 @@ def add_parser(subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains; returns 0, or what torchrun returned."""
+    check_at_least_one("--processes", arguments.processes)
     with RankPool(preload=PRELOAD) as pool:
         job: Run = pool.run(resolve, world_size=1, args=(arguments.config, list(arguments.flags)))[
             0

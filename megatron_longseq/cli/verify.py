@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import UserError, check_at_least_one
 from ..launch import RankFailure, RankPool
 from ..launch.training import PRELOAD, PRELOAD_DOUBLE_PRECISION
 
@@ -24,7 +25,7 @@ def add_parser(subparsers) -> None:
         "parameter after some steps. Exit status 0 if all agree, 1 if not.",
     )
     parser.add_argument("--config", help="a run file, or its name in configs/runs")
-    parser.add_argument("--processes", type=int, help="ranks (default: the config's)")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: the config's)")
     parser.add_argument("--against", choices=("one-process", "stock"), default="one-process")
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), default="fp64")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
@@ -38,6 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies and prints the verdict; returns 0 if everything agrees, else 1."""
     from ..verification.session import verify
 
+    check_at_least_one("--processes", arguments.processes)
+    check_at_least_one("--steps", arguments.steps)
+    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
+        raise UserError(
+            f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}"
+        )
     preload = PRELOAD_DOUBLE_PRECISION if arguments.precision == "fp64" else PRELOAD
     with RankPool(preload=preload) as pool:
         try:

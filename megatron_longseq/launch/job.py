@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Set in the environment of a rank, where no pool can be made.
+INSIDE_RANK = "MEGATRON_LONGSEQ_INSIDE_RANK"
+
 
 @dataclass(frozen=True)
 class Job:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .job import Job, RankError, RankStatus, receive_message, send_message
+from .job import INSIDE_RANK, Job, RankError, RankStatus, receive_message, send_message
 
 # Frames of these files mean that a rank is waiting for others, not that it hangs by itself.
 _WAITING = re.compile(r"torch/distributed/|megatron_longseq/communication/")
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 LOG_TAIL_LINES = 15
 
 # One thread per library pool in the parent: a fork must find no thread but the main one.
@@ -78,6 +79,11 @@ class RankPool:
         """Starts the parent process now and waits until it has imported everything."""
         if self._process is not None and self._process.poll() is None:
             return
+        if os.environ.get(INSIDE_RANK):
+            raise RuntimeError(
+                "a rank cannot make a pool of ranks; in a script, make the pool below "
+                'if __name__ == "__main__":'
+            )
         ours, theirs = socket.socketpair()
         environment = (
             os.environ
@@ -143,6 +149,8 @@ class RankPool:
             UserError: a rank raised it.
             RankFailure: a rank raised anything else, died, or the time was over.
         """
+        if world_size < 1:
+            raise UserError(f"{world_size} ranks: there must be at least one")
         self.start()
         assert self._connection is not None
         directory = Path(log_directory or tempfile.mkdtemp(prefix="longseq-ranks-"))
@@ -166,8 +174,11 @@ class RankPool:
             except EOFError:
                 code = self._process.wait() if self._process else None
                 self.close()
-                raise RuntimeError(
-                    f"the parent process of the ranks died (exit status {code})"
+                raise RankFailure(
+                    -1,
+                    "signal" if code and code < 0 else "exit",
+                    f"the parent process of the ranks died (exit status {code}), and all "
+                    f"{world_size} ranks with it; out of memory?",
                 ) from None
             except BaseException:
                 # Ctrl-C: end the ranks now; the next run starts a new parent.
@@ -185,7 +196,10 @@ class RankPool:
 
 def raise_first_failure(job: Job, statuses: list[RankStatus]) -> None:
     """Raises for the rank that failed first; returns if none did."""
-    failed = sorted((s for s in statuses if s.exit_code != 0), key=lambda s: s.order)
+    failed = sorted(
+        (s for s in statuses if s.exit_code != 0 or not job.result_path(s.rank).exists()),
+        key=lambda s: s.order,
+    )
     if not failed:
         return
     own = [status for status in failed if not status.killed]
@@ -203,7 +217,8 @@ def raise_first_failure(job: Job, statuses: list[RankStatus]) -> None:
             status.rank,
             "exception" if error.type_name != "SystemExit" else "exit",
             f"rank {status.rank} of {job.world_size} raised {error.type_name}: "
-            f"{error.message}{others}\n{error.traceback}{_log_tail(job, status.rank)}",
+            f"{error.message}{others}{_silent_ranks(job, error, failed)}\n{error.traceback}"
+            f"{_log_tail(job, status.rank)}",
             error.traceback,
         )
     if status.exit_code < 0:
@@ -215,6 +230,19 @@ def raise_first_failure(job: Job, statuses: list[RankStatus]) -> None:
         reason,
         f"rank {status.rank} of {job.world_size} {what}{others}{_log_tail(job, status.rank)}",
     )
+
+
+def _silent_ranks(job: Job, error: RankError, failed: list[RankStatus]) -> str:
+    """After a wait that timed out: what the ranks did that were alive, and so were waited for."""
+    if not _TIMED_OUT.search(error.message):
+        return ""
+    lines = []
+    for status in failed:
+        if status.killed:
+            frames = _innermost_frames(job, status.rank)
+            where = frames[0] if frames else "it does not answer: stopped?"
+            lines.append(f"\n  rank {status.rank} did not take part: {where}")
+    return "".join(lines)
 
 
 def _hang(job: Job, statuses: list[RankStatus]) -> RankFailure:

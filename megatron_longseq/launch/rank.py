@@ -9,7 +9,7 @@ import traceback
 from multiprocessing import spawn
 
 from ..errors import UserError
-from .job import Job, RankError
+from .job import INSIDE_RANK, Job, RankError
 
 
 def run_rank(job: Job, rank: int, store_port: int, finished_fd: int, release_fd: int) -> None:
@@ -64,6 +64,9 @@ def _call(job: Job):
     import torch
 
     torch.set_num_threads(job.threads)
+    # A script that makes a pool outside of `if __name__ == "__main__":` is run again by the next
+    # line, and would make pools without end.
+    os.environ[INSIDE_RANK] = "1"
     spawn.prepare(job.preparation)
     function, args, kwargs = pickle.loads(job.call)
     if job.backend is None:

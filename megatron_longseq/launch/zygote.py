@@ -66,11 +66,12 @@ def run_job(job: Job, connection: socket.socket) -> list[RankStatus] | str:
     release_read, release_write = os.pipe()
     finished_read, finished_write = os.pipe()
     pids: dict[int, int] = {}
+    parent = os.getpid()
     try:
         for rank in range(job.world_size):
             pid = os.fork()
             if pid == 0:
-                _die_with_parent()
+                _die_with_parent(parent)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.setpgid(0, 0)
                 connection.close()
@@ -110,11 +111,11 @@ def _watch(
         watched: list[Any] = [*pidfds, connection] + ([] if released else [finished_read])
         ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
         if connection in ready:
-            # The pool sends nothing while a job runs: it cancels, or it is gone.
-            _kill(pids, pidfds.values())
-            killed |= set(pidfds.values())
-            connection.recv(1)
-            ready.remove(connection)
+            # The pool sends nothing while a job runs: it is gone, by Ctrl-C or by its own end.
+            _kill(pids, pids)
+            for rank in pidfds.values():
+                os.waitpid(pids[rank], 0)
+            os._exit(0)
         if not released and finished_read in ready:
             finished += len(os.read(finished_read, job.world_size))
             if finished == job.world_size:
@@ -128,11 +129,12 @@ def _watch(
             statuses.append(
                 RankStatus(rank, len(statuses), code, rank in killed, rank in killed and timed_out)
             )
-            if code != 0 and not killed:
+            # A rank that leaves by itself before it was let go has no result.
+            if (code != 0 or not released) and not killed:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if pidfds and time.monotonic() >= deadline:
             # Out of time with nobody failed: the ranks hang. Otherwise the grace is over.
-            timed_out = timed_out or not any(status.exit_code for status in statuses)
+            timed_out = timed_out or not statuses
             _ask_for_stacks(pids, pidfds.values())
             killed |= set(pidfds.values())
             _kill(pids, pidfds.values())
@@ -159,9 +161,10 @@ def _kill(pids: dict[int, int], ranks) -> None:
 def _fork_store() -> tuple[int, int]:
     """Forks the process that holds the rendezvous store on a free port of loopback."""
     read_fd, write_fd = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _die_with_parent()
+        _die_with_parent(parent)
         os.close(read_fd)
         from torch.distributed import TCPStore
 
@@ -190,9 +193,11 @@ def _import_for_job(job: Job) -> None:
             return  # the ranks try again and report it with their traceback
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 if __name__ == "__main__":

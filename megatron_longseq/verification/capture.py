@@ -33,11 +33,12 @@ _COLUMN_PARALLEL = ("output_layer", "core_attention")
 class OutputPiece:
     """Part of a module's output: rows are tokens, at ``positions`` of sample ``sample``.
 
-    ``data`` is ``[rows, columns]``; its columns start at ``column`` of the whole.
+    ``data`` is ``[rows, columns]``; its columns start at ``column`` of the whole. ``order`` is the
+    module's place in the run: pipeline stage, then when its output was there first.
     """
 
     module: str
-    order: int
+    order: tuple[int, int]
     sample: int
     positions: Tensor
     column: int
@@ -49,13 +50,19 @@ class Capture:
     """What one rank recorded."""
 
     outputs: list[OutputPiece] = field(default_factory=list)
-    losses: list[tuple[int, float, int]] = field(default_factory=list)
+    # Step, tensor-parallel rank, sum of the losses of a micro-batch, tokens in it.
+    losses: list[tuple[int, int, float, int]] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
 
 
-def capture_run(argv: Sequence[str], seed: int) -> Capture:
-    """Runs the entry point with this command line and returns this rank's record."""
+def capture_run(argv: Sequence[str], seed: int, masked: bool) -> Capture:
+    """Runs the entry point with this command line and returns this rank's record.
+
+    Args:
+        seed: of the random tokens.
+        masked: leave one token in ten out of the loss, at random.
+    """
     from .. import compat
     from ..arguments import extra_arguments
     from ..config import LongSeqTransformerConfig
@@ -64,7 +71,7 @@ def capture_run(argv: Sequence[str], seed: int) -> Capture:
     sys.argv = ["pretrain_gpt.py", *argv]
     args = compat.parse_and_validate(extra_arguments())
     config = compat.model_config(args, LongSeqTransformerConfig, longseq_layer_spec)
-    run = CapturedTraining(args, seed)
+    run = CapturedTraining(args, seed, masked)
     config.pre_wrap_hooks.append(run.before_wrapping)
     config.post_wrap_hooks.append(run.after_wrapping)
     handle = register_optimizer_step_pre_hook(run.before_optimizer_step)
@@ -80,27 +87,34 @@ def capture_run(argv: Sequence[str], seed: int) -> Capture:
 class CapturedTraining(GPTTraining):
     """The training job with reproducible weights and data, and a record."""
 
-    def __init__(self, args: Any, seed: int) -> None:
+    def __init__(self, args: Any, seed: int, masked: bool) -> None:
         super().__init__(args)
         self.capture = Capture()
         self._seed = seed
+        self._masked = masked
         self._models: list[torch.nn.Module] = []
         self._gradient_buffers: list[Tensor] = []
         self._handles: list[Any] = []
         self._micro_batches = [0]
-        self._module_order: dict[str, int] = {}
         self._current_batch = 0
+        self._module_order: dict[str, tuple[int, int]] = {}
         self._recorded: set[tuple[str, int]] = set()
 
     # --- hooks of Megatron's model config -----------------------------------------------------
 
     def before_wrapping(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Fills the weights (before the optimizer copies them) and listens to the modules."""
-        fill_parameters(models, self.args.init_method_std)
+        fill_parameters(
+            models,
+            std=self.args.init_method_std,
+            norm_weight=0.0 if models[0].config.layernorm_zero_centered_gamma else 1.0,
+        )
         self._micro_batches = [0] * len(models)
         for chunk, model in enumerate(models):
             for name, module in model.named_modules():
-                if name in _SPREAD_OVER_STAGES:
+                # A column-parallel linear layer's output is split in an order of its own.
+                split = "ColumnParallel" in type(module).__name__ and name != "output_layer"
+                if name in _SPREAD_OVER_STAGES or split:
                     continue
                 hook = self._output_hook(chunk, global_module_name(model, name))
                 self._handles.append(module.register_forward_hook(hook))
@@ -143,7 +157,7 @@ class CapturedTraining(GPTTraining):
         """Random tokens: sample i is the same in every layout."""
         if mpu.get_tensor_model_parallel_rank() != 0 or not self._reads_data(vp_stage):
             return None, None, None
-        return RandomTokens(self.args, sample_counts[0], self._seed), None, None
+        return RandomTokens(self.args, sample_counts[0], self._seed, self._masked), None, None
 
     def forward_step(self, data_iterator, model):
         chunk = self._chunk_of(model)
@@ -153,25 +167,28 @@ class CapturedTraining(GPTTraining):
 
     def _loss(self, loss_mask: Tensor, training: bool, losses: Tensor):
         result = super()._loss(loss_mask, training, losses)
-        if mpu.get_tensor_model_parallel_rank() == 0:
-            record = (self.args.curr_iteration, float(result[0].detach()), int(result[1]))
-            self.capture.losses.append(record)
+        rank = mpu.get_tensor_model_parallel_rank()
+        record = (self.args.curr_iteration, rank, float(result[0].detach()), int(result[1]))
+        self.capture.losses.append(record)
         return result
 
     # --- outputs ------------------------------------------------------------------------------
 
     def _output_hook(self, chunk: int, name: str):
+        stages = mpu.get_pipeline_model_parallel_world_size()
+        stage = chunk * stages + mpu.get_pipeline_model_parallel_rank()
+
         def hook(module: torch.nn.Module, _inputs, output) -> None:
             tensor = output[0] if isinstance(output, tuple) and output else output
             if not isinstance(tensor, Tensor) or tensor.dim() != 3:
                 return
             if tensor.shape[1] != self.args.micro_batch_size:
                 return
-            self._record_output(name, tensor.detach())
+            self._record_output(name, stage, tensor.detach())
 
         return hook
 
-    def _record_output(self, name: str, tensor: Tensor) -> None:
+    def _record_output(self, name: str, stage: int, tensor: Tensor) -> None:
         """Records ``[rows, b, columns]`` if its rows are this rank's tokens."""
         args = self.args
         column, width = 0, args.hidden_size
@@ -184,7 +201,7 @@ class CapturedTraining(GPTTraining):
         positions = local_positions(args, sequence_parallel=sequence_parallel)
         if tensor.shape[2] != width or tensor.shape[0] != len(positions):
             return
-        order = self._module_order.setdefault(name, len(self._module_order))
+        order = self._module_order.setdefault(name, (stage, len(self._module_order)))
         for row in range(args.micro_batch_size):
             sample = self._sample(row)
             if (name, sample) in self._recorded:
@@ -218,10 +235,11 @@ class CapturedTraining(GPTTraining):
 class RandomTokens(torch.utils.data.Dataset):
     """Samples of uniformly random tokens, each a function of the seed and its index alone."""
 
-    def __init__(self, args: Any, count: int, seed: int) -> None:
+    def __init__(self, args: Any, count: int, seed: int, masked: bool) -> None:
         self._args = args
         self._count = count
         self._seed = seed
+        self._masked = masked
 
     def __len__(self) -> int:
         return self._count
@@ -231,10 +249,13 @@ class RandomTokens(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         vocabulary = self._args.vocab_size or self._args.padded_vocab_size
         text = torch.randint(0, vocabulary, (length + 1,), generator=generator)
+        mask = torch.ones(length)
+        if self._masked:
+            mask[torch.rand(length, generator=generator) < 0.1] = 0.0
         return {
             "tokens": text[:-1].contiguous(),
             "labels": text[1:].contiguous(),
-            "loss_mask": torch.ones(length),
+            "loss_mask": mask,
             "position_ids": torch.arange(length),
         }
 

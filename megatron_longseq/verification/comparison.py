@@ -10,6 +10,8 @@ from torch import Tensor
 from .capture import Capture, OutputPiece
 from .pieces import Piece, assemble
 
+OUTPUT_MODULE = "output_layer"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -43,8 +45,8 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every difference is within its tolerance; NaN never is."""
-        return all(
+        """Whether every difference is within its tolerance, modules included; NaN never is."""
+        return self.first_module is None and all(
             getattr(self, name).relative <= tolerance for name, tolerance in self.tolerances.items()
         )
 
@@ -54,27 +56,45 @@ class Verdict:
 
 
 def compare(
-    reference: list[Capture], candidate: list[Capture], tolerances: dict[str, float]
+    reference: list[Capture],
+    candidate: list[Capture],
+    tolerances: dict[str, float],
+    rounding: float,
 ) -> Verdict:
-    """Compares every rank's record of ``candidate`` with the whole of ``reference``."""
+    """Compares every rank's record of ``candidate`` with the whole of ``reference``.
+
+    Args:
+        tolerances: of output, loss, gradient and parameter.
+        rounding: relative rounding of the precision. A gradient that is zero but for rounding is
+            compared on the scale of the largest gradient: below ``rounding / tolerance`` of it,
+            nothing but noise is left.
+    """
     modules = _module_differences(reference, candidate)
     gradient = _piece_difference(
-        [p for c in reference for p in c.gradients], [p for c in candidate for p in c.gradients]
+        [p for c in reference for p in c.gradients],
+        [p for c in candidate for p in c.gradients],
+        floor=min(0.01, rounding / tolerances["gradient"]),
     )
     parameter = _piece_difference(
-        [p for c in reference for p in c.parameters], [p for c in candidate for p in c.parameters]
+        [p for c in reference for p in c.parameters],
+        [p for c in candidate for p in c.parameters],
+        floor=0.0,
     )
-    expected, found = _losses(reference), _losses(candidate)
+    expected = {step: loss for (step, _), loss in _losses(reference).items()}
+    found = _losses(candidate)
     loss = max(
         (
-            Difference(_relative(found.get(i, torch.nan), e), f"step {i + 1}")
-            for i, e in expected.items()
+            Difference(_relative(value, expected[step]), f"step {step + 1}")
+            for (step, _), value in found.items()
         ),
         key=_size,
+        default=Difference(torch.nan, "no step"),
     )
+    if {step for step, _ in found} != set(expected):
+        loss = Difference(torch.nan, "a step is missing")
     limit = tolerances["output"]
     first = next((name for name, d in modules.items() if not d.relative <= limit), None)
-    last = list(modules)[-1]
+    last = OUTPUT_MODULE if OUTPUT_MODULE in modules else list(modules)[-1]
     return Verdict(
         output=Difference(modules[last].relative, last),
         loss=loss,
@@ -91,16 +111,23 @@ def compare(
     )
 
 
-def _piece_difference(reference: list[Piece], candidate: list[Piece]) -> Difference:
-    """Every piece of every rank against the assembled reference: replicas must agree too."""
+def _piece_difference(
+    reference: list[Piece], candidate: list[Piece], *, floor: float
+) -> Difference:
+    """Every piece of every rank against the assembled reference: replicas must agree too.
+
+    A difference is relative to the largest entry of its tensor, or to ``floor`` times the largest
+    of all tensors if that is more.
+    """
     wholes = assemble(reference)
+    least = floor * max(float(whole.abs().max()) for whole in wholes.values())
     found: dict[str, float] = {}
     for piece in candidate:
         whole = wholes.get(piece.key)
         if whole is None or tuple(whole.shape) != piece.global_shape:
             found[piece.key] = torch.nan
             continue
-        scale = float(whole.abs().max())
+        scale = max(float(whole.abs().max()), least)
         difference = float((piece.data - piece.slice_of(whole)).abs().max())
         relative = difference / scale if scale > 0 else difference
         found[piece.key] = max(found.get(piece.key, 0.0), relative, key=_number)
@@ -151,14 +178,14 @@ def _assemble_outputs(pieces: list[OutputPiece]) -> dict[tuple[str, int], Tensor
     return wholes
 
 
-def _losses(captures: list[Capture]) -> dict[int, float]:
-    """Mean loss per token of each step, over all ranks and micro-batches."""
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def _losses(captures: list[Capture]) -> dict[tuple[int, int], float]:
+    """Mean loss per token of each step and tensor-parallel rank, over all others."""
+    sums: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for capture in captures:
-        for step, loss, tokens in capture.losses:
-            sums[step][0] += loss
-            sums[step][1] += tokens
-    return {step: loss / tokens for step, (loss, tokens) in sorted(sums.items())}
+        for step, rank, loss, tokens in capture.losses:
+            sums[step, rank][0] += loss
+            sums[step, rank][1] += tokens
+    return {key: loss / tokens for key, (loss, tokens) in sorted(sums.items())}
 
 
 def _relative(value: float, reference: float) -> float:

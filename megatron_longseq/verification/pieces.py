@@ -78,11 +78,11 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def fill_parameters(models: list[torch.nn.Module], std: float) -> None:
+def fill_parameters(models: list[torch.nn.Module], *, std: float, norm_weight: float) -> None:
     """Gives every parameter values that depend on its key and global position alone.
 
-    Matrices get N(0, std^2), vectors N(0, 0.1^2) around their initial value of 1 or 0, so that
-    norms and biases take part in the comparison too.
+    Matrices get N(0, std^2); weights of norms N(norm_weight, 0.1^2) and all other vectors
+    N(0, 0.1^2), so that norms and biases take part in the comparison too.
     """
     with torch.no_grad():
         for piece in parameter_pieces(models, lambda parameter: parameter.data):
@@ -90,11 +90,10 @@ def fill_parameters(models: list[torch.nn.Module], std: float) -> None:
             # float64 whatever the run computes in: each precision rounds the same numbers.
             shape = piece.global_shape
             whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-            is_matrix = piece.key.endswith("weight") and "norm" not in piece.key
-            if is_matrix:
-                piece.data.copy_(piece.slice_of(whole) * std)
-            else:
-                piece.data.add_((piece.slice_of(whole) * 0.1).to(piece.data.dtype))
+            is_weight, is_norm = piece.key.endswith("weight"), "norm" in piece.key
+            spread = std if is_weight and not is_norm else 0.1
+            center = norm_weight if is_weight and is_norm else 0.0
+            piece.data.copy_(piece.slice_of(whole) * spread + center)
 
 
 def assemble(pieces: list[Piece]) -> dict[str, Tensor]:

@@ -19,6 +19,12 @@ TOLERANCES = {
 # follow the gradient's size.
 NARROW_ADAM_EPSILON = "1e-3"
 
+# Rounding of each precision; see `comparison.compare`.
+ROUNDING = {"fp64": 2.3e-16, "fp32": 1.2e-7, "bf16": 7.9e-3}
+# So small that clipping acts in every step: a gradient norm that counts a tensor-parallel copy
+# twice, or forgets a shard, then changes every gradient that is compared.
+CLIP_GRAD = "0.01"
+
 # What makes a layout. The reference does without.
 LAYOUT = (
     "tensor_model_parallel_size",
@@ -43,6 +49,11 @@ LAYOUT = (
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
+    "distribute_saved_activations",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
 
 # What a verification replaces: data, length, checkpoints, logs.
@@ -66,6 +77,17 @@ REPLACED = (
     "save",
     "save_interval",
     "load",
+    "pretrained_checkpoint",
+    "use_checkpoint_args",
+    "finetune",
+    "no_load_optim",
+    "no_load_rng",
+    "no_save_optim",
+    "no_save_rng",
+    "exit_on_missing_checkpoint",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "exit_signal_handler",
     "tensorboard_dir",
     "log_interval",
     "clip_grad",
@@ -85,7 +107,7 @@ def verification_runs(
     against: str,
     precision: str,
     steps: int,
-) -> dict[str, tuple[list[str], int]]:
+) -> dict[str, tuple[list[str], int, bool]]:
     """Makes the command lines of a verification from those of a run.
 
     Args:
@@ -97,12 +119,21 @@ def verification_runs(
         steps: optimizer steps.
 
     Returns:
-        Command line and number of ranks of the ``reference`` and of the ``candidate``.
+        Command line, number of ranks, and whether tokens are masked at random, of the
+        ``reference`` and of the ``candidate``. With context parallelism Megatron divides a loss by
+        each rank's own count of tokens unless ``--calculate-per-token-loss`` is given: there no
+        token is masked.
 
     Raises:
         UserError: the flags draw random numbers, which no two layouts share.
     """
+    if steps < 1:
+        raise UserError(f"--steps {steps}: must be at least 1")
     args = parser.parse_args(list(argv))
+    if args.fp16:
+        raise UserError(
+            "--fp16: its loss scale hides small gradients; verify with --precision bf16"
+        )
     given = given_arguments(parser, argv)
     for name in ("attention_dropout", "hidden_dropout"):
         if getattr(args, name):
@@ -115,7 +146,8 @@ def verification_runs(
         *without(argv, parser, [*REPLACED, *(["adam_eps"] if narrow else [])]),
         *("--train-iters", str(steps), "--lr-decay-iters", str(steps)),
         *("--eval-iters", "0", "--eval-interval", "1000000", "--log-interval", "1000000"),
-        *("--clip-grad", "0", "--logging-level", "40", "--no-check-for-nan-in-loss-and-grad"),
+        *("--clip-grad", CLIP_GRAD, "--logging-level", "40"),
+        "--no-check-for-nan-in-loss-and-grad",
         *(["--bf16"] if precision == "bf16" else []),
         *(["--adam-eps", NARROW_ADAM_EPSILON] if narrow else []),
     ]
@@ -133,9 +165,10 @@ def verification_runs(
         reference = without(common, parser, [*LAYOUT, *ours])
         divisor, reference_processes = unit * tensor, 1
     pad = "--make-vocab-size-divisible-by"
+    masked = args.context_parallel_size == 1 or args.calculate_per_token_loss
     return {
-        "reference": ([*reference, pad, str(divisor)], reference_processes),
-        "candidate": ([*common, pad, str(unit)], processes),
+        "reference": ([*reference, pad, str(divisor)], reference_processes, masked),
+        "candidate": ([*common, pad, str(unit)], processes, masked),
     }
 
 

@@ -46,11 +46,11 @@ def verify(
     )[0]
     # Records go through files: they are large, and only a process that knows Megatron reads them.
     with tempfile.TemporaryDirectory(prefix="longseq-verify-") as directory:
-        for name, (argv, count) in plan.items():
+        for name, (argv, count, masked) in plan.items():
             pool.run(
                 _capture,
                 world_size=count,
-                args=(argv, seed, f"{directory}/{name}"),
+                args=(argv, seed, masked, f"{directory}/{name}"),
                 timeout_seconds=timeout_seconds,
             )
         return pool.run(
@@ -77,10 +77,10 @@ def _plan(config, flags, processes, against, precision, steps):
     )
 
 
-def _capture(argv, seed, directory):
+def _capture(argv, seed, masked, directory):
     from .capture import capture_run
 
-    record = capture_run(argv, seed)
+    record = capture_run(argv, seed, masked)
     os.makedirs(directory, exist_ok=True)
     with open(f"{directory}/rank{os.environ['RANK']}.pickle", "wb") as file:
         pickle.dump(record, file)
@@ -88,10 +88,11 @@ def _capture(argv, seed, directory):
 
 def _verdict(directory, precision):
     from .comparison import compare
-    from .runs import TOLERANCES
+    from .runs import ROUNDING, TOLERANCES
 
     records = {
         name: [pickle.loads(path.read_bytes()) for path in sorted(Path(directory, name).iterdir())]
         for name in ("reference", "candidate")
     }
-    return compare(**records, tolerances=TOLERANCES[precision]).as_dict()
+    verdict = compare(**records, tolerances=TOLERANCES[precision], rounding=ROUNDING[precision])
+    return verdict.as_dict()

@@ -13,7 +13,11 @@ ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
         (1, "--use-distributed-optimizer"),
         (2, ZERO1),
         (2, f"{ZERO1} --bf16"),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"),
+        (
+            2,
+            "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+            "--hidden-dropout 0.1 --attention-dropout 0.1",
+        ),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(

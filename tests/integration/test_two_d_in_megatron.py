@@ -67,7 +67,7 @@ def test_every_layout_equals_one_process_in_double_precision(layout, megatron_ra
     assert max(verdict[name]["relative"] for name in ("output", "loss", "gradient")) < 1e-12
 
 
-def capture_with_even_masks(argv, seed, directory):
+def capture_with_even_masks(argv, seed, _masked, directory):
     """Masks tokens so that every context-parallel rank counts as many for the further tokens.
 
     Megatron divides that loss by each rank's own count of tokens that have a further one, and the
@@ -83,7 +83,7 @@ def capture_with_even_masks(argv, seed, directory):
         return sample
 
     capture.RandomTokens.__getitem__ = masked
-    _capture(argv, seed, directory)
+    _capture(argv, seed, False, directory)
 
 
 def test_prediction_of_further_tokens_equals_one_process(megatron_ranks_fp64, tmp_path):
@@ -94,10 +94,9 @@ def test_prediction_of_further_tokens_equals_one_process(megatron_ranks_fp64, tm
     plan = megatron_ranks_fp64.run(
         _plan, world_size=1, args=(None, flags, 2, "one-process", "fp64", 2)
     )[0]
-    for name, (argv, processes) in plan.items():
-        megatron_ranks_fp64.run(
-            capture_with_even_masks, world_size=processes, args=(argv, 1, f"{tmp_path}/{name}")
-        )
+    for name, (argv, processes, masked) in plan.items():
+        args = (argv, 1, masked, f"{tmp_path}/{name}")
+        megatron_ranks_fp64.run(capture_with_even_masks, world_size=processes, args=args)
     verdict = megatron_ranks_fp64.run(_verdict, world_size=1, args=(str(tmp_path), "fp64"))[0]
     assert verdict["passed"], verdict
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -132,16 +133,97 @@ def test_the_pool_works_after_every_kind_of_failure(ranks):
         assert ranks.run(sum_over_ranks, world_size=2, args=(0,), backend="gloo")[0][0] == 1
 
 
+def leave_without_a_result():
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_without_a_result_is_a_failure(ranks):
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 of 2 ended with exit status 0"):
+        ranks.run(leave_without_a_result, world_size=2, backend="gloo")
+    assert time.monotonic() - start < 15
+
+
+def stop_silently():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
+def test_after_a_time_out_the_rank_that_was_waited_for_is_named(ranks):
+    with pytest.raises(RankFailure, match="rank 1 did not take part: it does not answer"):
+        ranks.run(stop_silently, world_size=2, backend="gloo")
+
+
+def pool_in_a_rank():
+    from megatron_longseq.launch import RankPool
+
+    RankPool().start()
+
+
+def test_a_rank_cannot_make_a_pool_of_its_own(ranks):
+    with pytest.raises(RankFailure, match='if __name__ == "__main__"'):
+        ranks.run(pool_in_a_rank, world_size=1)
+
+
+def test_no_ranks_at_all_is_an_error(ranks):
+    with pytest.raises(UserError, match="0 ranks"):
+        ranks.run(pool_in_a_rank, world_size=0)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from megatron_longseq.launch import RankPool
+
+def wait(folder):
+    open(os.path.join(folder, os.environ["RANK"] + "." + str(os.getpid())), "w").close()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    pool = RankPool()
+    pool.start()
+    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    pool.run(wait, world_size=2, args=(sys.argv[1],))
+"""
+
+
+def test_ctrl_c_ends_every_rank_at_once_and_says_nothing_more(tmp_path):
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    (tmp_path / "pids").mkdir()
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "pids")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert result.returncode != 0 and time.monotonic() - start < 30
+    assert "BrokenPipe" not in result.stderr and "zygote" not in result.stderr
+    pids = [int(path.suffix[1:]) for path in (tmp_path / "pids").iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived the interrupt"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().split(")")[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_processes_started_by_a_rank_end_with_it(ranks, tmp_path):
     path = tmp_path / "pid"
     with pytest.raises(RankFailure):
         ranks.run(start_grandchild, world_size=1, args=(str(path),), timeout_seconds=2)
     pid = int(path.read_text())
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        status = Path(f"/proc/{pid}/stat")
-        # A killed orphan may stay a zombie until the machine's first process collects it.
-        if not status.exists() or status.read_text().split(")")[1].split()[0] == "Z":
-            return
+    while is_running(pid):  # a killed orphan may stay a zombie until somebody collects it
+        assert time.monotonic() < deadline, f"process {pid} is still alive"
         time.sleep(0.05)
-    pytest.fail(f"process {pid} is still alive")

@@ -101,15 +101,22 @@ def stop_the_optimizer():
     AdamW.step = lazy
 
 
-def sabotaged_capture(sabotage, argv, seed, directory):
+def count_tensor_parallel_copies_twice():
+    """A gradient norm that takes every rank's copy of a replicated parameter for another one."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.param_is_not_tensor_parallel_duplicate = lambda *_args, **_kwargs: True
+
+
+def sabotaged_capture(sabotage, *args):
     globals()[sabotage]()
-    _capture(argv, seed, directory)
+    _capture(*args)
 
 
 def verify_sabotaged(pool, sabotage, flags, folder):
     plan = pool.run(_plan, world_size=1, args=(None, flags, 2, "one-process", "fp64", 2))[0]
-    for name, (argv, processes) in plan.items():
-        function, args = _capture, (argv, 1, f"{folder}/{name}")
+    for name, (argv, processes, masked) in plan.items():
+        function, args = _capture, (argv, 1, masked, f"{folder}/{name}")
         if name == "candidate":
             function, args = sabotaged_capture, (sabotage, *args)
         pool.run(function, world_size=processes, args=args)
@@ -138,6 +145,47 @@ def test_parameters_that_are_not_updated_are_found(megatron_ranks_fp64, tmp_path
     assert not verdict["passed"]
     assert verdict["gradient"]["relative"] < 1e-12
     assert verdict["parameter"]["relative"] > 1e-4
+
+
+def test_a_gradient_norm_that_counts_copies_twice_is_found(megatron_ranks_fp64, tmp_path):
+    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    verdict = verify_sabotaged(
+        megatron_ranks_fp64, "count_tensor_parallel_copies_twice", flags, tmp_path
+    )
+    assert not verdict["passed"]
+    assert verdict["loss"]["where"] and verdict["gradient"]["relative"] > 1e-4
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(megatron_ranks_fp64):
+    # The bias of the keys' norm moves all scores of a row alike, without rotary positions.
+    flags = [*MODEL, "--position-embedding-type", "learned_absolute", "--optimizer", "sgd"]
+    verdict = verify(
+        megatron_ranks_fp64, flags=[*flags, "--tensor-model-parallel-size", "2"], processes=2
+    )
+    assert verdict["passed"], verdict
+
+
+def test_the_logits_are_the_output_in_a_pipeline_too(megatron_ranks_fp64):
+    flags = [*MODEL, "--pipeline-model-parallel-size", "2"]
+    verdict = verify(megatron_ranks_fp64, flags=flags, processes=2, against="stock", steps=1)
+    assert verdict["passed"] and verdict["output"]["where"] == "output_layer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--processes", "0"], "--processes 0: must be at least 1"),
+        (["--json", "/nonexistent/verdict.json"], "--json /nonexistent/verdict.json"),
+        (["--", "--bogus-flag", "3"], "--bogus-flag: there is no such flag"),
+        (["--", *MODEL, "--fp16"], "--fp16"),
+        ([], "verify needs --config NAME, or flags after --"),
+    ],
+)
+def test_bad_options_end_with_one_line_and_status_2(arguments, message, capfd):
+    assert main(["verify", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err + captured.out
 
 
 def test_dropout_is_refused_because_no_two_layouts_share_it(megatron_ranks_fp64):
