@@ -12,7 +12,8 @@ Megatron asks for CUDA in a few hundred places. On a machine without a GPU this 
   when Megatron repairs one, a test says so.
 
 This is the one module of the package that replaces names in other libraries. It does so only when
-asked, before Megatron is imported, and refuses when a GPU is in use.
+asked, before Megatron is imported, and refuses when a GPU is in use; :func:`mend_wheel` alone is
+for every device.
 
 With ``double_precision=True`` every ``float32`` that Megatron asks for becomes ``float64``, so that
 two layouts can be compared to 1e-10 and better although Megatron casts to ``float32`` by name.
@@ -24,6 +25,7 @@ import importlib
 import logging
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,18 @@ class CpuPlatform:
             training.build_train_valid_test_data_iterators
         )
         _mend_distributed_optimizer()
+
+
+def mend_wheel() -> None:
+    """Lets Megatron start from its wheel: the one mend that a GPU needs too.
+
+    Megatron compiles its data set helpers at start-up. The wheel ships them compiled, without a
+    Makefile, and the attempt ends the process. A checkout, which has one, is left alone.
+    """
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    if not (Path(utils.__file__).parent / "Makefile").exists():
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+        utils.compile_helpers = lambda: None
 
 
 def is_installed() -> bool:

@@ -47,6 +47,7 @@ def prepare_process(argv: Sequence[str] = (), *, double_precision: bool = False)
         platform = cpu_platform.CpuPlatform(double_precision=double_precision)
         platform.install()
     _import_megatron()
+    cpu_platform.mend_wheel()
     if platform is not None:
         platform.mend_megatron()
         platform.count_memory()
