@@ -154,24 +154,6 @@ def _check_refusals(args: argparse.Namespace, given: dict[str, Any]) -> None:
             raise UserError(f"{rule.flag}{shown} is refused ({rule.when}): {rule.reason}")
 
 
-# Flags of Megatron's that ask a GPU or its driver for something.
-NEEDS_GPU = (
-    "fp8",
-    "fp4",
-    "tp_comm_overlap",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "log_device_memory_used",
-    "profile",
-    "record_memory_history",
-    "cuda_graph_impl",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-    "optimizer_cpu_offload",
-    "cpu_offloading_num_layers",
-)
-
-
 def _check_cpu(
     parser: argparse.ArgumentParser, args: argparse.Namespace, given: dict[str, Any]
 ) -> None:
@@ -183,7 +165,7 @@ def _check_cpu(
             f"{_flag_in(parser, name)} {_shown(given[name])}: on a CPU it must be {needed}; "
             "leave it out, or run on a GPU"
         )
-    for name in NEEDS_GPU:
+    for name in cpu_platform.NEEDS_GPU:
         if given.get(name) not in (None, False, 0, "none"):
             raise UserError(f"{_flag_in(parser, name)}: needs a GPU; leave it out on a CPU")
     if args.num_experts is not None and args.add_bias_linear:

@@ -52,6 +52,23 @@ ARGUMENTS: dict[str, Any] = {
     "num_workers": 0,
 }
 
+# Flags of Megatron's that ask a GPU or its driver for something.
+NEEDS_GPU = (
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "log_device_memory_used",
+    "profile",
+    "record_memory_history",
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "optimizer_cpu_offload",
+    "cpu_offloading_num_layers",
+)
+
 
 class CpuPlatform:
     """Megatron on a CPU; see the module's docstring.

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from . import cpu_platform
+
 Effect = Literal["takes effect", "mapped", "refused"]
 
 
@@ -188,6 +190,35 @@ RULES: tuple[FlagRule, ...] = (
         refuses=lambda args: args.context_parallel_size > 1 and _local(args) and not _two_d(args),
     ),
     FlagRule(
+        "--context-parallel-size",
+        "context_parallel_size",
+        "takes effect",
+        "with --longseq-context-parallel 2d",
+        "head-parallel x ring; the factorisation is chosen, or --longseq-head-parallel-size's",
+    ),
+    FlagRule(
+        "--recompute-granularity",
+        "recompute_granularity",
+        "takes effect",
+        "selective or full, with every layer of ours",
+        "a recomputed attention repeats its communication, in the same order on all ranks",
+    ),
+    FlagRule(
+        "--sequence-parallel",
+        "sequence_parallel",
+        "takes effect",
+        "also where neither NVIDIA Apex nor Transformer Engine is installed",
+        "Megatron's PyTorch norm refuses it; this package's norm takes its place",
+    ),
+    FlagRule(
+        "--calculate-per-token-loss",
+        "calculate_per_token_loss",
+        "takes effect",
+        "with every layer of ours",
+        "without it Megatron divides by each context-parallel rank's own count of tokens: exact "
+        "only where all have as many unmasked ones",
+    ),
+    FlagRule(
         "--cp-comm-type",
         "cp_comm_type",
         "refused",
@@ -239,13 +270,26 @@ def as_markdown() -> str:
         "# Megatron flags that meet ours",
         "",
         "A flag that is given takes effect or stops the run before the first step. Flags of",
-        "Megatron that are not named here are Megatron's own and work as there.",
+        "Megatron that are not named here are Megatron's own and work as there; what this package",
+        "set by itself is in the start-up lines.",
         "",
         "| flag | effect | when | why, and what to do |",
         "|---|---|---|---|",
     ]
     for rule in RULES:
         lines.append(f"| `{rule.flag}` | {rule.effect} | {rule.when} | {rule.reason} |")
+    lines += [
+        "",
+        "## On a CPU",
+        "",
+        "Set by default, and refused if given otherwise (but for `num_workers`): "
+        + ", ".join(f"`{name}={value}`" for name, value in cpu_platform.ARGUMENTS.items())
+        + ".",
+        "",
+        "Refused, because they ask a GPU or its driver for something: arguments "
+        + ", ".join(f"`{name}`" for name in cpu_platform.NEEDS_GPU)
+        + "; and `--num-experts` without `--disable-bias-linear`.",
+    ]
     return "\n".join(lines) + "\n"
 
 
