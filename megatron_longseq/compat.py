@@ -113,8 +113,16 @@ def model_config(
     model = (build or argument_utils.gpt_config_from_args)(
         args, config=config, model_config_cls=LongSeqGPTModelConfig
     )
-    if model.transformer_layer_spec is None:  # --spec names another one
+    if model.transformer_layer_spec is None:
         model.transformer_layer_spec = layer_spec
+    elif model.transformer_layer_spec is not layer_spec and (
+        config.longseq_context_parallel != "megatron"
+    ):
+        raise UserError(
+            f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
+            f"--longseq-context-parallel {config.longseq_context_parallel} would have no effect; "
+            "leave one of the two out"
+        )
     return model
 
 

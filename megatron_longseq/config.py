@@ -14,6 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from .attention_2d.factorisation import factorise
 from .errors import UserError
 
+# A year: what a clock of the transport can still count.
+MOST_SECONDS = 31_536_000.0
+
 
 def _option(default: Any, help_text: str, **argparse_options: Any) -> Any:
     metadata = {"help": help_text, **argparse_options}
@@ -59,8 +62,8 @@ class LongSeqTransformerConfig(TransformerConfig):
     )
     longseq_comm_timeout_seconds: float = _option(
         1800.0,
-        "Limit of every wait in this package's communication, after which the run stops with the "
-        "group, step and peer.",
+        "Limit of every wait in this package's communication. Over gloo the run then stops with "
+        "the group, step and peer; NCCL waits on the GPU and ends the process by its own watchdog.",
         type=float,
         metavar="SECONDS",
     )
@@ -90,6 +93,7 @@ def check_two_d_attention(config: TransformerConfig) -> None:
         head_parallel=config.longseq_head_parallel_size,
     )
     for name, allowed in (
+        ("multi_latent_attention", False),
         ("attention_dropout", 0.0),
         ("window_size", None),
         ("softmax_type", "vanilla"),
@@ -123,9 +127,10 @@ def flag_of(name: str) -> str:
 def check_options(values: dict[str, Any]) -> None:
     """Checks each option by itself; raises :class:`UserError` naming flag, value and rule."""
     timeout = values["longseq_comm_timeout_seconds"]
-    if not timeout > 0:
+    if not 0 < timeout <= MOST_SECONDS:
         raise UserError(
-            f"{flag_of('longseq_comm_timeout_seconds')} {timeout}: must be more than 0 seconds"
+            f"{flag_of('longseq_comm_timeout_seconds')} {timeout}: must be more than 0 and at most "
+            f"{MOST_SECONDS:g} seconds"
         )
     for field in options():
         choices = field.metadata["longseq"].get("choices")

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import (
 
 from . import compat
 from .attention_2d.core_attention import TwoDCoreAttentionBuilder
+from .errors import UserError
 from .external_options import prepare_model_config
 from .norms import SequenceParallelNorm
 from .process_groups import context_parallel_groups
@@ -58,7 +59,13 @@ def edit_layer_spec(spec: Any, model_config: Any) -> Any:
     """Returns a stock spec with this package's edits; see :func:`longseq_layer_spec`."""
     spec = replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
     if model_config.transformer.longseq_context_parallel == "2d":
-        replace_core_attention(spec, two_d_core_attention(model_config))
+        builder = two_d_core_attention(model_config)
+        replaced = replace_core_attention(spec, builder)
+        if not replaced and getattr(spec, "layer_specs", [spec]):
+            raise UserError(
+                "--longseq-context-parallel 2d: the layers that Megatron chose have no core "
+                "attention to replace; use its standard attention layers"
+            )
     return spec
 
 
@@ -71,7 +78,9 @@ def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
     if builder is None:
         config = model_config.transformer
         builder = TwoDCoreAttentionBuilder(
-            context_parallel_groups(config.context_parallel_size),
+            context_parallel_groups(
+                config.context_parallel_size, config.longseq_comm_timeout_seconds
+            ),
             kernel=config.longseq_attention_kernel,
             timeout_seconds=config.longseq_comm_timeout_seconds,
         )
@@ -84,6 +93,10 @@ def replace_core_attention(spec: Any, builder: Any) -> int:
     """Sets the core attention of every attention in ``spec``, in place; returns how many."""
     if isinstance(spec, list | tuple):
         return sum(replace_core_attention(item, builder) for item in spec)
+    if isinstance(spec, dict):
+        return replace_core_attention(list(spec.values()), builder)
+    if isinstance(spec, functools.partial):
+        return replace_core_attention([*spec.args, *spec.keywords.values()], builder)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return 0
     names = {field.name for field in dataclasses.fields(spec)}

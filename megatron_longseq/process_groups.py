@@ -1,6 +1,7 @@
 """The ranks each method talks to, built once from Megatron's own groups."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,8 +24,12 @@ class ContextParallelGroups:
     gradients: dist.ProcessGroup | None
 
 
-def context_parallel_groups(context_parallel: int) -> ContextParallelGroups:
+def context_parallel_groups(context_parallel: int, timeout_seconds: float) -> ContextParallelGroups:
     """Builds the groups of this rank. A collective call of the whole world.
+
+    Args:
+        context_parallel: ``--context-parallel-size``.
+        timeout_seconds: limit of the waits on the group that is made here.
 
     Megatron has made both dimensions from ``--hierarchical-context-parallel-sizes``, which
     ``--longseq-head-parallel-size`` sets; only the second group of the ring is new.
@@ -49,20 +54,24 @@ def context_parallel_groups(context_parallel: int) -> ContextParallelGroups:
             f"context-parallel rank {rank} stands at place {place} of head groups x rings: "
             "Megatron orders its hierarchical groups otherwise than it cuts the sequence"
         )
-    gradients = _second_group(ring) if ring.size() > 1 else None
+    gradients = _second_group(ring, timeout_seconds) if ring.size() > 1 else None
     return ContextParallelGroups(
         head if head.size() > 1 else None, ring if ring.size() > 1 else None, gradients
     )
 
 
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _second_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
     """Another group of the same ranks; every rank of the world makes all of them in one order."""
     mine = tuple(dist.get_process_group_ranks(group))
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     own = None
     for ranks in sorted(set(everyone)):
-        made = parallel_state.create_group(list(ranks), group_desc="LONGSEQ_RING_GRADIENTS_GROUP")
+        made = parallel_state.create_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_seconds),
+            group_desc="LONGSEQ_RING_GRADIENTS_GROUP",
+        )
         if ranks == mine:
             own = made
     assert own is not None

@@ -122,9 +122,17 @@ def describe_factorisation(config: Any) -> list[str]:
         ranks_per_node=ranks_per_node(),
     )
     size = config.longseq_head_parallel_size or default.head_parallel
-    same = size == default.head_parallel
-    why = default.reason if same else f"as given; by itself {default.head_parallel}"
-    return [f"head-parallel size {size}: {why}"]
+    if size == default.head_parallel:
+        return [f"head-parallel size {size}: {default.reason}"]
+    given = factorise(
+        context_parallel=config.context_parallel_size,
+        heads=config.num_attention_heads // tensor,
+        kv_heads=max(1, groups // tensor),
+        tensor_parallel=tensor,
+        ranks_per_node=ranks_per_node(),
+        head_parallel=size,
+    )
+    return [f"head-parallel size {size}: {given.reason}; the default is {default.head_parallel}"]
 
 
 def describe_shapes(args: Any, config: Any) -> str:

@@ -90,6 +90,10 @@ class TwoDAttention:
         if check_agreement:
             self._agreement.verify_grid()
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "TwoDAttention":
+        # Copies of a model share groups and buffers, which cannot be copied.
+        return self
+
     def __call__(
         self,
         query: Tensor,

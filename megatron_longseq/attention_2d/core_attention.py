@@ -83,6 +83,13 @@ class TwoDCoreAttention(MegatronModule):
             )
         if attention_type != "self":
             raise UserError(f"2D attention is self attention, not {attention_type} attention")
+        grid = operator.heads.size * operator.ring.size
+        group = getattr(pg_collection, "cp", None)
+        if group is not None and group.size() != grid:
+            raise UserError(
+                f"2D attention was made for {grid} context-parallel ranks, and this layer's group "
+                f"has {group.size()}; build both from the same process groups"
+            )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale

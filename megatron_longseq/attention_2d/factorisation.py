@@ -1,6 +1,7 @@
 """How a context-parallel size is split into head-parallel x ring, and when it can be."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from ..errors import UserError, divisors, nearest_values
 
@@ -28,8 +29,9 @@ def factorise(
     """Chooses or checks the head-parallel size.
 
     Without one given, it is the largest divisor of the context-parallel size that divides the
-    heads, is at most the key/value heads (more would replicate them), and keeps head-parallel x
-    tensor-parallel ranks inside a node: the exchange of heads cannot be hidden, the ring can.
+    query heads and the key/value heads (others replicate the latter, and with them what the ring
+    carries), and keeps head-parallel x tensor-parallel ranks inside a node: the exchange of heads
+    cannot be hidden, the ring can.
 
     Args:
         context_parallel: ``--context-parallel-size``.
@@ -50,15 +52,17 @@ def factorise(
                 f"{context_parallel} and the {heads} query heads of a tensor-parallel rank; "
                 f"nearest: {', '.join(map(str, nearest_values(head_parallel, fitting)))}"
             )
-        return Factorisation(head_parallel, context_parallel // head_parallel, "as given")
+        copies = lcm(kv_heads, head_parallel) // kv_heads
+        note = f"; each key/value head counts {copies} times" if copies > 1 else ""
+        return Factorisation(head_parallel, context_parallel // head_parallel, "as given" + note)
     inside = max(1, ranks_per_node // tensor_parallel)
-    chosen = max(d for d in fitting if d == 1 or (d <= kv_heads and d <= inside))
+    chosen = max(d for d in fitting if kv_heads % d == 0 and d <= inside)
     larger = [d for d in fitting if d > chosen]
     reason = f"the largest that divides {context_parallel} ranks and {heads} heads"
     if larger:
         limit = (
-            f"more than {kv_heads} key/value heads would be replicated"
-            if larger[0] > kv_heads
+            f"it would replicate the {kv_heads} key/value heads"
+            if kv_heads % larger[0]
             else f"{larger[0]} x {tensor_parallel} ranks would leave a node of {ranks_per_node}"
         )
         reason = f"{larger[0]} would fit too, but {limit}"

@@ -2,7 +2,8 @@
 
 A ring that allocated its receive buffers anew at every hop would fragment the memory and tie each
 of them to the communication stream. One pool serves all layers and all streams of data: a buffer
-is leased for a rotation and comes back when its transfers have completed, on every way out.
+is leased for a rotation and comes back when its transfers have completed, on every way out. On a
+GPU that is ordered on the current stream: calls that share a pool must run on one CUDA stream.
 """
 
 import threading

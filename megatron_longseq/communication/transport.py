@@ -187,20 +187,20 @@ class Channel:
         """
         # Receives first: what arrives then lands where it belongs without waiting to be matched.
         operations, staged = [], []
-        for index, message in enumerate((*receives, *sends)):
-            sending = index >= len(receives)
-            buffer = self._stage(message.tensor, fill=sending)
-            staged.append(buffer)
-            operations.append(
-                dist.P2POp(
-                    dist.isend if sending else dist.irecv,
-                    message.tensor if buffer is None else buffer.tensor,
-                    message.peer,
-                    self.place.group,
-                    self.stream.tag,
-                )
-            )
         try:
+            for index, message in enumerate((*receives, *sends)):
+                sending = index >= len(receives)
+                buffer = self._stage(message.tensor, fill=sending)
+                staged.append(buffer)
+                operations.append(
+                    dist.P2POp(
+                        dist.isend if sending else dist.irecv,
+                        message.tensor if buffer is None else buffer.tensor,
+                        message.peer,
+                        self.place.group,
+                        self.stream.tag,
+                    )
+                )
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             for buffer in staged:

@@ -280,7 +280,7 @@ def test_an_exception_in_the_middle_leaves_the_pool_whole(ranks, where):
 
 
 def further_use():
-    """The output may be changed in place; a second derivative is refused."""
+    """What is computed from the output may be changed in place; a second derivative is refused."""
     operator = TwoDAttention(*grid_groups(1, 2), timeout_seconds=30)
     x = torch.randn(4, 1, 2, 8, dtype=torch.float64, requires_grad=True)
     out = operator(x, x, x)

@@ -167,7 +167,7 @@ def test_the_start_up_lines_say_the_factorisation_and_why(megatron_ranks, tmp_pa
     train(megatron_ranks, tmp_path, flags, processes=4, steps=1)
     text = log(tmp_path)
     assert "2D attention, 2 head-parallel x 2 ring, kernel aten" in text
-    assert "head-parallel size 2: 4 would fit too, but more than 2 key/value heads" in text
+    assert "head-parallel size 2: 4 would fit too, but it would replicate the 2 key/value" in text
     assert "head parallel 2: [0 1] [2 3]" in text and "ring 2: [0 2] [1 3]" in text
 
 
@@ -254,6 +254,12 @@ def test_two_models_with_other_head_counts_share_a_process(megatron_ranks):
         ),
         (1, "--attention-backend flash", ["--attention-backend flash", "--longseq-attention-ker"]),
         (1, "--longseq-comm-timeout-seconds 0", ["--longseq-comm-timeout-seconds 0"]),
+        (1, "--longseq-comm-timeout-seconds inf", ["--longseq-comm-timeout-seconds inf"]),
+        (
+            1,
+            "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
+            ["--spec megatron.core", "--longseq-context-parallel 2d would have no effect"],
+        ),
         (1, "--longseq-attention-kernel flash", ["kernel 'flash' cannot be used", "aten"]),
         (1, "--window-size 4,0", ["--window-size", "2D attention does not know it"]),
     ],
