@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
-from .attention_2d.factorisation import factorise
+from .attention_2d.factorisation import Factorisation, factorise
 from .errors import UserError
 
 # A year: what a clock of the transport can still count.
@@ -82,16 +82,7 @@ def check_two_d_attention(config: TransformerConfig) -> None:
     """
     if config.longseq_context_parallel != "2d":
         return
-    tensor = config.tensor_model_parallel_size
-    groups = config.num_query_groups or config.num_attention_heads
-    factorise(
-        context_parallel=config.context_parallel_size,
-        heads=config.num_attention_heads // tensor,
-        kv_heads=max(1, groups // tensor),
-        tensor_parallel=tensor,
-        ranks_per_node=ranks_per_node(),
-        head_parallel=config.longseq_head_parallel_size,
-    )
+    factorisation(config, config.longseq_head_parallel_size)
     for name, allowed in (
         ("multi_latent_attention", False),
         ("attention_dropout", 0.0),
@@ -107,6 +98,20 @@ def check_two_d_attention(config: TransformerConfig) -> None:
                 f"{flag_of(name)} {value}: --longseq-context-parallel 2d does not know it; "
                 f"it works with {allowed}"
             )
+
+
+def factorisation(config: TransformerConfig, head_parallel: int | None) -> Factorisation:
+    """How 2D attention splits the context-parallel ranks of this config; see ``factorise``."""
+    tensor = config.tensor_model_parallel_size
+    groups = config.num_query_groups or config.num_attention_heads
+    return factorise(
+        context_parallel=config.context_parallel_size,
+        heads=config.num_attention_heads // tensor,
+        kv_heads=max(1, groups // tensor),
+        tensor_parallel=tensor,
+        ranks_per_node=ranks_per_node(),
+        head_parallel=head_parallel,
+    )
 
 
 def ranks_per_node() -> int:

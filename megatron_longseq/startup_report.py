@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
-from .attention_2d.factorisation import factorise
-from .config import ranks_per_node
+from .config import factorisation
 
 # Rows longer than this are cut in the middle: a thousand ranks need no thousand numbers.
 _SHOWN_GROUPS = 4
@@ -112,26 +111,11 @@ def describe_factorisation(config: Any) -> list[str]:
     """Why the head-parallel size of 2D attention is what it is."""
     if config.longseq_context_parallel != "2d" or config.context_parallel_size == 1:
         return []
-    tensor = config.tensor_model_parallel_size
-    groups = config.num_query_groups or config.num_attention_heads
-    default = factorise(
-        context_parallel=config.context_parallel_size,
-        heads=config.num_attention_heads // tensor,
-        kv_heads=max(1, groups // tensor),
-        tensor_parallel=tensor,
-        ranks_per_node=ranks_per_node(),
-    )
+    default = factorisation(config, None)
     size = config.longseq_head_parallel_size or default.head_parallel
     if size == default.head_parallel:
         return [f"head-parallel size {size}: {default.reason}"]
-    given = factorise(
-        context_parallel=config.context_parallel_size,
-        heads=config.num_attention_heads // tensor,
-        kv_heads=max(1, groups // tensor),
-        tensor_parallel=tensor,
-        ranks_per_node=ranks_per_node(),
-        head_parallel=size,
-    )
+    given = factorisation(config, size)
     return [f"head-parallel size {size}: {given.reason}; the default is {default.head_parallel}"]
 
 
