@@ -148,6 +148,22 @@ def traffic(grids: list[tuple[int, int]], tokens_per_rank: int) -> list[dict[str
     return rows
 
 
+def same_on_ranks(counted: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The traffic rows of all ranks; those that are equal once, with the ranks they hold for."""
+    holders: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for rank, own in enumerate(counted):
+        for row in own:
+            holders.setdefault(json.dumps(row), (row, []))[1].append(rank)
+    return [{"kind": "traffic", "ranks": ranks} | row for row, ranks in holders.values()]
+
+
+def as_json(machine: dict[str, Any], figures: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The results as JSON, one row a line."""
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head = f'"machine": {json.dumps(machine)},\n "figures": {json.dumps(figures, indent=2)},\n'
+    return f'{{{head} "rows": [\n  {lines}\n ]}}\n'
+
+
 def timing_rows(per_rank: list[dict[str, Any]], tokens: int, rounds: int) -> list[dict[str, Any]]:
     """One row per contender, with the times of every round and medians."""
     measured = per_rank[0]
@@ -249,11 +265,7 @@ def main() -> None:
             )
         for grids in ([(1, 2), (2, 1)], [(1, 4), (2, 2), (4, 1)], [(1, 8), (2, 4), (8, 1)]):
             counted = run(traffic, grids[0][0] * grids[0][1], grids, 64)
-            rows += [
-                {"kind": "traffic", "rank": rank} | row
-                for rank, own in enumerate(counted)
-                for row in own
-            ]
+            rows += same_on_ranks(counted)
     figures = make_figures(rows)
     print_table(rows, figures)
     machine = {
@@ -262,8 +274,7 @@ def main() -> None:
         "torch": torch.__version__,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": machine, "figures": figures, "rows": rows}, indent=1)
-    options.output.write_text(text + "\n")
+    options.output.write_text(as_json(machine, figures, rows))
     print(f"\nwritten: {options.output}")
 
 
