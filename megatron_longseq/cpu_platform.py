@@ -280,6 +280,8 @@ def _answer_for_cuda(platform: CpuPlatform) -> None:
         setattr(cuda, name, _TensorType(name, (), {"dtype": dtype}))
     cuda.current_device = lambda: cpu
     cuda.device_count = lambda: 1
+    # Said outright: PyTorch may be told to answer it by the count above.
+    cuda.is_available = lambda: False
     cuda.set_device = cuda.synchronize = cuda.empty_cache = cuda.ipc_collect = nothing
     cuda.device = lambda *_: contextlib.nullcontext()
     cuda.is_initialized = lambda: True

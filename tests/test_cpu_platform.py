@@ -84,6 +84,19 @@ def test_double_precision_turns_every_float32_into_float64(megatron_ranks_fp64):
     assert megatron_ranks_fp64.run(answers, world_size=1)[0] == expected
 
 
+def is_available_by_count():
+    import os
+
+    import torch
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return torch.cuda.is_available()
+
+
+def test_no_gpu_is_reported_however_pytorch_is_told_to_look_for_one(megatron_ranks):
+    assert megatron_ranks.run(is_available_by_count, world_size=1) == [False]
+
+
 SCRIPT = """
 import sys, types
 import torch
