@@ -16,8 +16,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if everything agrees, 1 if not, 3 without a GPU."""
     arguments = parser().parse_args(argv)
     started = time.monotonic()
-    # Devices are counted through NVML: this process must not hold a CUDA context itself.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     gpus = 0
@@ -92,4 +90,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Devices are counted through NVML: this process must not hold a CUDA context itself.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     sys.exit(main())
