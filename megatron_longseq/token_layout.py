@@ -14,16 +14,24 @@ late chunk gets its pieces in reverse order of the places.
                                     position 0 after the exchange: 0 1 | 6 7 = chunks 0 and 3
                                     position 1 after the exchange: 2 3 | 4 5 = chunks 1 and 2
 
+A recurrence runs along the sequence instead, so it sees the same pieces as a *chain of segments*,
+runs of consecutive tokens in order of time (``SegmentChain``): ``2 N`` of them on the zigzag, two
+on each rank, or ``N`` if every rank holds one contiguous part.
+
 Data, RoPE, loss, attention and tests ask this module and no other place.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from .errors import UserError, nearest_values
+
+
+Layout = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,73 @@ class ZigzagGrid:
         total = sum(part.shape[dim] for part in parts)
         order = torch.cat([self.tokens(rank, total) for rank in range(self.ranks)])
         return torch.cat(list(parts), dim).index_select(dim, order.argsort().to(parts[0].device))
+
+
+@dataclass(frozen=True)
+class SegmentChain:
+    """The segments of a sequence in order of time, and which rank holds which.
+
+    Attributes:
+        ranks: that share the sequence.
+        layout: ``"zigzag"``: rank ``r`` holds the segments at positions ``r`` and
+            ``2 ranks - 1 - r`` of the chain; ``"contiguous"``: that at position ``r``.
+
+    Raises:
+        UserError: the layout is neither.
+    """
+
+    ranks: int
+    layout: Layout = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise UserError(
+                f"layout {self.layout!r}: must be one of {', '.join(map(repr, get_args(Layout)))}"
+            )
+
+    @property
+    def segments_per_rank(self) -> int:
+        """Segments on each rank."""
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def length(self) -> int:
+        """Segments in the chain."""
+        return self.segments_per_rank * self.ranks
+
+    def positions(self, rank: int) -> tuple[int, ...]:
+        """Chain positions of the segments of ``rank``, in its local order, which is theirs too."""
+        if self.layout == "zigzag":
+            return rank, 2 * self.ranks - 1 - rank
+        return (rank,)
+
+    def holder(self, position: int) -> tuple[int, int]:
+        """(rank, index among its segments) of the segment at ``position``."""
+        if position < self.ranks:
+            return position, 0
+        return 2 * self.ranks - 1 - position, 1
+
+    def ranges(self, rank: int, total: int) -> tuple[range, ...]:
+        """Global tokens of each segment of ``rank``, in a sequence of ``total``.
+
+        Raises:
+            UserError: ``total`` does not split evenly over the chain.
+        """
+        if self.layout == "zigzag":
+            length = _piece_length(self.ranks, total)
+        else:
+            length = len(contiguous_tokens(0, self.ranks, total))
+        return tuple(range(p * length, (p + 1) * length) for p in self.positions(rank))
+
+    def tokens(self, rank: int, total: int) -> Tensor:
+        """Global indices of the tokens of ``rank`` in its local order: int64 ``[total / ranks]``.
+
+        Raises:
+            UserError: ``total`` does not split evenly over the chain.
+        """
+        if self.layout == "zigzag":
+            return zigzag_tokens(rank, self.ranks, total)
+        return contiguous_tokens(rank, self.ranks, total)
 
 
 def _piece_length(ranks: int, total: int) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_longseq.errors import UserError
-from megatron_longseq.token_layout import ZigzagGrid, contiguous_tokens, zigzag_tokens
+from megatron_longseq.token_layout import SegmentChain, ZigzagGrid, contiguous_tokens, zigzag_tokens
 
 GRIDS = [(hp, ring) for hp in range(1, 25) for ring in range(1, 25) if hp * ring <= 24]
 # A shared machine may stall in any example.
@@ -100,6 +100,31 @@ def test_lengths_that_do_not_split_are_refused_with_the_nearest_that_do():
 def test_contiguous_parts_follow_one_another():
     parts = [contiguous_tokens(rank, 3, 12) for rank in range(3)]
     assert torch.cat(parts).tolist() == list(range(12))
+
+
+@unhurried
+@given(st.integers(1, 12), piece_lengths, st.sampled_from(["zigzag", "contiguous"]))
+def test_segments_follow_one_another_and_each_has_one_holder(ranks, length, layout):
+    chain = SegmentChain(ranks, layout)
+    total, order = chain.length * length, []
+    for position in range(chain.length):
+        rank, index = chain.holder(position)
+        assert chain.positions(rank)[index] == position
+        order += chain.ranges(rank, total)[index]
+    assert order == list(range(total))
+    for rank in range(ranks):
+        assert len(chain.positions(rank)) == chain.segments_per_rank
+        held = [token for segment in chain.ranges(rank, total) for token in segment]
+        assert held == chain.tokens(rank, total).tolist()
+
+
+def test_a_layout_or_length_that_is_no_chain_is_refused():
+    with pytest.raises(UserError, match="layout 'striped': must be one of 'zigzag', 'contiguous'"):
+        SegmentChain(2, "striped")
+    with pytest.raises(UserError, match=r"multiple of 2 x 4 = 8; nearest: \[8, 16\]"):
+        SegmentChain(4).ranges(0, 12)
+    with pytest.raises(UserError, match=r"10 tokens .* 4 ranks; .*\[8, 12\]"):
+        SegmentChain(4, "contiguous").ranges(0, 10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
