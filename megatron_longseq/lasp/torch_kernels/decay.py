@@ -1,0 +1,189 @@
+"""Decay inside chunks: what reaches which token, by how much, and the adjoint of all that.
+
+With ``b`` the running sum of the log decay in a chunk of ``c`` tokens, token i reads what token
+``j <= i`` wrote with weight ``exp(b_i - b_j)`` (all of it, or channel by channel), the chunk's
+incoming state with ``exp(b_i)``, and leaves what it wrote to the outgoing state with
+``exp(b_c - b_j)``. All of these are <= 1: differences are taken before the exponential. Where
+documents start, weights across a start are zero; ``b`` itself runs on, as differences inside a
+document do not feel it.
+
+Tensors are ``[..., c, width]``, leading dims over segments, heads and chunks. The rows of a query
+are ``repeats`` times those of the chunk, where several query heads read one state.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Above this many rows, decay per channel goes through a reference token in between, whose two
+# factors are both <= 1; inside, every pair of rows has its own exponential per channel.
+SUB_BLOCK = 16
+
+
+class Decay(Protocol):
+    """The decay of a run of chunks.
+
+    Attributes:
+        from_start: ``exp(b_i)``, ``[..., c, 1 or d]``; zero behind a document's start.
+        to_end: ``exp(b_c - b_j)``, likewise; zero before the last document.
+        across: ``exp(b_c)``, ``[..., 1 or d, 1]``, factor of the state; zero if a document starts.
+    """
+
+    from_start: Tensor
+    to_end: Tensor
+    across: Tensor
+
+    def pairs(self, x: Tensor, y: Tensor, *, strict: bool = False) -> Tensor:
+        """``sum_m x_im y_jm exp(b_im - b_jm)`` for ``i >= j`` (``i > j`` if strict), else 0.
+
+        Args:
+            x: ``[..., repeats * c, d]``; y: ``[..., c, d]``.
+
+        Returns:
+            ``[..., repeats * c, c]``.
+        """
+
+    def pairs_gradient(
+        self, gradient: Tensor, x: Tensor, y: Tensor, *, strict: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of x and y of :meth:`pairs`, given that of its result."""
+
+    def per_gate(self, product: Tensor) -> Tensor:
+        """Sums ``[..., rows, d]`` over what shares a gate: ``[..., rows, 1 or d]``."""
+
+    def gate_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of the log decay, from that of b: both ``[..., c, 1 or d]``."""
+
+
+def rows(tensor: Tensor, repeats: int) -> Tensor:
+    """``[..., c, w]`` to ``[..., repeats * c, w]``: the chunk's rows again for each query head."""
+    if repeats == 1:
+        return tensor
+    return tensor.unsqueeze(-3).expand(*tensor.shape[:-2], repeats, -1, -1).flatten(-3, -2)
+
+
+class _Windows:
+    """What tokens of a chunk see of one another, of the state before it and of the one after."""
+
+    def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
+        chunk = log_decay.shape[-2]
+        self.starts = starts
+        self.total = log_decay.cumsum(-2)
+        end = self.total[..., -1:, :]
+        self.from_start = self.total.exp()
+        self.to_end = (end - self.total).exp()
+        self.across = end.exp().mT
+        self.visible = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril()
+        if starts is not None:
+            document = starts.cumsum(-1)
+            last = document[..., -1:]
+            self.from_start = self.from_start * (document == 0)[..., None]
+            self.to_end = self.to_end * (document == last)[..., None]
+            self.across = self.across * (last == 0)[..., None]
+            self.visible = self.visible & (document[..., :, None] == document[..., None, :])
+
+    def gate_gradient(self, gradient: Tensor) -> Tensor:
+        """Token i's gate is in b of all tokens from i on; behind its document they cancel."""
+        gate = self.visible.to(gradient.dtype).mT @ gradient
+        if self.starts is not None:
+            gate = gate.masked_fill(self.starts[..., None], 0)
+        return gate
+
+
+class ScalarDecay(_Windows):
+    """One log decay per token and head.
+
+    Args:
+        log_decay: ``[..., c, 1]``.
+        starts: boolean ``[..., c]``, where documents start.
+    """
+
+    def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
+        super().__init__(log_decay, starts)
+        # Above the diagonal the difference is positive: never let it reach the exponential.
+        difference = (self.total - self.total.mT).clamp(max=0)
+        self._weights = difference.exp() * self.visible
+
+    def _rows(self, repeats: int, strict: bool) -> Tensor:
+        return rows(self._weights.tril(-1) if strict else self._weights, repeats)
+
+    def pairs(self, x: Tensor, y: Tensor, *, strict: bool = False) -> Tensor:
+        return x @ y.mT * self._rows(x.shape[-2] // y.shape[-2], strict)
+
+    def pairs_gradient(
+        self, gradient: Tensor, x: Tensor, y: Tensor, *, strict: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        weighted = gradient * self._rows(x.shape[-2] // y.shape[-2], strict)
+        return weighted @ y, weighted.mT @ x
+
+    def per_gate(self, product: Tensor) -> Tensor:
+        return product.sum(-1, keepdim=True)
+
+
+class ChannelDecay(_Windows):
+    """One log decay per token, head and key channel.
+
+    Args:
+        log_decay: ``[..., c, d]``.
+        starts: boolean ``[..., c]``, where documents start.
+    """
+
+    def _blocks(self) -> list[slice]:
+        chunk = self.total.shape[-2]
+        return [slice(low, min(low + SUB_BLOCK, chunk)) for low in range(0, chunk, SUB_BLOCK)]
+
+    def _through_reference(self, block: slice) -> tuple[Tensor, Tensor]:
+        """Factors of the block's rows, and of all earlier rows, by way of the row in between."""
+        reference = self.total[..., block.start - 1 : block.start, :]
+        after = (self.total[..., block, :] - reference).exp().unsqueeze(-3)
+        return after, (reference - self.total[..., : block.start, :]).exp()
+
+    def _within(self, block: slice) -> Tensor:
+        """``exp(b_im - b_jm)`` of the rows of a block: ``[..., i, j, m]``."""
+        total = self.total[..., block, :]
+        return (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp(max=0).exp()
+
+    def _mask(self, tensor: Tensor, strict: bool) -> Tensor:
+        return tensor * (self.visible.tril(-1) if strict else self.visible).unsqueeze(-3)
+
+    def pairs(self, x: Tensor, y: Tensor, *, strict: bool = False) -> Tensor:
+        chunk = y.shape[-2]
+        x = x.unflatten(-2, (-1, chunk))
+        result = x.new_zeros(*x.shape[:-1], chunk)
+        for block in self._blocks():
+            if block.start:
+                after, before = self._through_reference(block)
+                earlier = (y[..., : block.start, :] * before).unsqueeze(-3)
+                result[..., block, : block.start] = (x[..., block, :] * after) @ earlier.mT
+            weighted = y[..., block, :].unsqueeze(-3) * self._within(block)
+            result[..., block, block] = torch.einsum(
+                "...rim,...ijm->...rij", x[..., block, :], weighted
+            )
+        return self._mask(result, strict).flatten(-3, -2)
+
+    def pairs_gradient(
+        self, gradient: Tensor, x: Tensor, y: Tensor, *, strict: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        chunk = y.shape[-2]
+        x = x.unflatten(-2, (-1, chunk))
+        gradient = self._mask(gradient.unflatten(-2, (-1, chunk)), strict)
+        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
+        for block in self._blocks():
+            own = gradient[..., block, block]
+            within = self._within(block)
+            weighted = y[..., block, :].unsqueeze(-3) * within
+            dx[..., block, :] = torch.einsum("...rij,...ijm->...rim", own, weighted)
+            reached = torch.einsum("...rij,...rim->...ijm", own, x[..., block, :])
+            dy[..., block, :] += (reached * within).sum(-3)
+            if block.start:
+                after, before = self._through_reference(block)
+                earlier = (y[..., : block.start, :] * before).unsqueeze(-3)
+                part = gradient[..., block, : block.start]
+                dx[..., block, :] += after * (part @ earlier)
+                later = part.mT @ (x[..., block, :] * after)
+                dy[..., : block.start, :] += before * later.sum(-3)
+        return dx.flatten(-3, -2), dy
+
+    def per_gate(self, product: Tensor) -> Tensor:
+        return product
