@@ -9,4 +9,8 @@ def __getattr__(name: str) -> object:
         from .attention_2d import two_d_attention
 
         return two_d_attention
+    if name == "ring_matmul_chain":
+        from .metp.matmul_chain import ring_matmul_chain
+
+        return ring_matmul_chain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,6 +39,17 @@ class Gradient:
             raise RuntimeError("this gradient has been sent on; add to it inside its own step")
         self._chain.add(parts, at)
 
+    def sums(self) -> tuple[Tensor, ...]:
+        """The sums of this step, here and complete but for this rank's part: add to them in place.
+
+        Raises:
+            RuntimeError: the loop has moved on to another block.
+            CommunicationError: the sum of the ranks before did not arrive.
+        """
+        if self._chain is None:
+            raise RuntimeError("this gradient has been sent on; add to it inside its own step")
+        return self._chain.arrived()
+
     def end(self) -> None:
         """The sum leaves; add() is refused from now on."""
         self._chain = None

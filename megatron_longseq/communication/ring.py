@@ -135,6 +135,14 @@ class Ring:
         """
         return Rotation(self, tensors)
 
+    def circulate_gradients(self, *tensors: Tensor) -> "Rotation":
+        """Like circulate_with_gradients(), but the blocks stay at home: ``size`` gradient hops.
+
+        For an operation whose gradient does not depend on the block, a table lookup for example.
+        In the steps of the rotation every block is empty.
+        """
+        return Rotation(self, tensors, blocks_travel=False)
+
     def _visit(
         self, tensors: Sequence[Tensor]
     ) -> Generator[tuple[int, Step, tuple[Tensor, ...]], None, None]:
@@ -180,8 +188,11 @@ class Ring:
 class Rotation:
     """One tour of a block and its gradient. Several may be alive at a time."""
 
-    def __init__(self, ring: Ring, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, ring: Ring, tensors: Sequence[Tensor], *, blocks_travel: bool = True
+    ) -> None:
         self._ring = ring
+        self._blocks_travel = blocks_travel
         self._tensors = tuple(tensor.detach() for tensor in tensors)
         self._chain = GradientChain(
             ring.gradient_channel,
@@ -209,7 +220,7 @@ class Rotation:
         steps = self._ring.steps
         try:
             self._chain.open(doubled=len(steps) > 1)
-            with closing(self._ring._visit(self._tensors)) as visits:
+            with closing(self._visits()) as visits:
                 for index, step, block in visits:
                     gradient = Gradient(self._chain)
                     yield step.owner, block, gradient
@@ -226,8 +237,17 @@ class Rotation:
             if not self._complete:
                 self.close()
 
-    def gradients(self) -> tuple[Tensor, ...]:
-        """The finished gradients of this rank's own tensors, in their shapes and dtypes.
+    def _visits(self) -> Generator[tuple[int, Step, tuple[Tensor, ...]], None, None]:
+        if self._blocks_travel:
+            yield from self._ring._visit(self._tensors)
+        else:
+            yield from ((index, step, ()) for index, step in enumerate(self._ring.steps))
+
+    def gradients(self, *, accumulated: bool = False) -> tuple[Tensor, ...]:
+        """The finished gradients of this rank's own tensors, in their shapes.
+
+        Args:
+            accumulated: in the dtype they have added up in, instead of the tensors' own.
 
         Raises:
             RuntimeError: the rotation has not been iterated to its end, or is closed.
@@ -238,7 +258,7 @@ class Rotation:
         self._complete = False
         try:
             home = tuple(
-                total.to(tensor.dtype, copy=True)
+                total.to(total.dtype if accumulated else tensor.dtype, copy=True)
                 for total, tensor in zip(self._chain.arrived(), self._tensors, strict=True)
             )
             self._chain.wait_sent()

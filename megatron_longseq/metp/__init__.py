@@ -1,0 +1,1 @@
+"""METP, memory-efficient tensor parallelism: weights and K/V circulate, activations stay."""
