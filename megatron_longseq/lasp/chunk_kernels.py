@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .recurrence import Affine
-from .segments import Gradients, Poll, Segments
+from .segments import Gradients, Segments
 from .torch_kernels import TorchKernel
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,19 +43,13 @@ class ChunkKernel(Protocol):
         """
 
     def intra(
-        self,
-        segments: Segments,
-        *,
-        dtype: torch.dtype,
-        state: Tensor | None = None,
-        poll: Poll | None = None,
+        self, segments: Segments, *, dtype: torch.dtype, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output from a given state, or from zero: what a segment's own tokens contribute.
 
         Args:
             dtype: of the output; a kernel adds up in fp32 (fp64 for fp64) in any case.
             state: ``[b, m, h, d, e]``, at each segment's first token; zero if not given.
-            poll: called now and then, so that messages move on meanwhile.
 
         Returns:
             The output ``[b, m, n, ho, e]``, and the states ``[b, m, h, d, e]`` after each segment.
@@ -83,7 +77,6 @@ class ChunkKernel(Protocol):
         dtype: torch.dtype,
         state_gradient: Tensor | None = None,
         gates: bool = True,
-        poll: Poll | None = None,
     ) -> Gradients:
         """All gradients, of the outputs and of the states after the segments.
 
@@ -94,7 +87,6 @@ class ChunkKernel(Protocol):
             state_gradient: ``[b, m, h, d, e]``, of the states after the segments; zero if not
                 given, to be followed by ``d_apply``.
             gates: whether the gradient of the decay is wanted.
-            poll: as for ``intra``.
         """
 
     def d_apply(

@@ -8,14 +8,10 @@ serves several neighbouring states (grouped values); where the query has more, s
 query heads read one state (grouped queries).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-# Called by a kernel now and then, so that messages in flight move on.
-Poll = Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..recurrence import Affine
-from ..segments import Gradients, Poll, Segments
+from ..segments import Gradients, Segments
 from .decay import rows
 from .rules import InputGradients, rule_of
 from .tiles import Tile, identity_transition, tiles
@@ -46,12 +46,7 @@ class TorchKernel:
         return _pairs(segments, transition, state)
 
     def intra(
-        self,
-        segments: Segments,
-        *,
-        dtype: torch.dtype,
-        state: Tensor | None = None,
-        poll: Poll | None = None,
+        self, segments: Segments, *, dtype: torch.dtype, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output from a given state, or from zero; and the states after the segments."""
         out = _like_out(segments, dtype)
@@ -62,8 +57,6 @@ class TorchKernel:
             out[:, :, tile.tokens] = tile.store(
                 tile.read_query @ states + tile.scores @ written, segments.out_heads
             )
-            if poll is not None:
-                poll()
         return out, carried.view(segments.state_shape)
 
     def apply(self, segments: Segments, out: Tensor, state: Tensor) -> None:
@@ -95,11 +88,10 @@ class TorchKernel:
         dtype: torch.dtype,
         state_gradient: Tensor | None = None,
         gates: bool = True,
-        poll: Poll | None = None,
     ) -> Gradients:
         """All gradients, of the outputs and of the states after the segments."""
         result = _empty_gradients(segments, dtype, gates)
-        self._backward(segments, result, out_gradient, state, state_gradient, poll)
+        self._backward(segments, result, out_gradient, state, state_gradient)
         return result
 
     def d_apply(
@@ -110,7 +102,7 @@ class TorchKernel:
         state_gradient: Tensor,
     ) -> None:
         """Adds to ``gradients`` the share of the states after the segments."""
-        self._backward(segments, gradients, None, state, state_gradient, None)
+        self._backward(segments, gradients, None, state, state_gradient)
 
     def _tiles(self, segments: Segments, *, reverse: bool = False) -> Iterator[Tile]:
         return tiles(segments, self._chunk, self._chunks, reverse=reverse)
@@ -122,7 +114,6 @@ class TorchKernel:
         out_gradient: Tensor | None,
         state: Tensor | None,
         state_gradient: Tensor | None,
-        poll: Poll | None,
     ) -> None:
         """Adds to ``result`` the gradients of outputs and outgoing states that are given."""
         entering = []
@@ -135,8 +126,6 @@ class TorchKernel:
         gradient = _entering(segments, state_gradient)
         for tile in self._tiles(segments, reverse=True):
             gradient = _tile_backward(tile, result, out_gradient, entering.pop(), gradient)
-            if poll is not None:
-                poll()
         result.state += gradient.view(segments.state_shape)
 
 
