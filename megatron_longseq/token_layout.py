@@ -30,7 +30,6 @@ from torch import Tensor
 
 from .errors import UserError, nearest_values
 
-
 Layout = Literal["zigzag", "contiguous"]
 
 

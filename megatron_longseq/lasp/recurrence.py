@@ -127,6 +127,11 @@ class Affine:
         return Affine(transition, torch.zeros_like(self.state))
 
     @property
+    def splits_transition(self) -> bool:
+        """Whether each of :meth:`blocks` has a part of A, rather than all of it: if diagonal."""
+        return self.kind == "diagonal"
+
+    @property
     def block_limit(self) -> int:
         """The most blocks this pair may be split into."""
         return self.state.shape[self._block_dimension]
