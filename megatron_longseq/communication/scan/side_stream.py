@@ -11,7 +11,7 @@ class SideStream:
     """The order between the caller's stream and that of the scans of one operator."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, "torch.cuda.Stream"] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def now(self, device: torch.device) -> "torch.cuda.Event | None":
         """The moment at which the current stream has done what it was given so far."""
