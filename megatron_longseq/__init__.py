@@ -13,4 +13,8 @@ def __getattr__(name: str) -> object:
         from .metp.matmul_chain import ring_matmul_chain
 
         return ring_matmul_chain
+    if name == "linear_attention":
+        from .lasp import linear_attention
+
+        return linear_attention
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,85 @@
+"""Decoding from a state: one step of the recurrence per token, at a cost no context makes longer.
+
+    out, state = linear_attention(q, k, v, output_final_state=True, group=group)    # the prompt
+    while ...:
+        out, state = decode(q, k, v, state)                                         # a token
+
+The prompt may be spread over a group: its final state is on every rank afterwards, so each can go
+on by itself. As plain differentiable torch, :func:`decode` is also linear attention by definition.
+"""
+
+import torch
+from torch import Tensor
+
+from ..token_layout import SegmentChain
+from .inputs import check_inputs, check_modes
+from .normalizer import divide_by_last, with_ones
+from .segments import Segments
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None = None,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float = 1.0,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The next tokens, one after the other, from the state before them. Not collective.
+
+    Args:
+        q: ``[b, n, hq, d]``, usually of ``n = 1`` token.
+        k: ``[b, n, hk, d]``.
+        v: ``[b, n, hv, e]``.
+        state: ``[b, h, d, e]`` (``e + 1`` if ``normalize``), as
+            :func:`~megatron_longseq.lasp.linear_attention` returns it; ``None`` for zeros.
+        log_decay: ``None``, ``[h]``, ``[b, n, h]`` or ``[b, n, h, d]``.
+        beta: ``[b, n, h]``, or ``None``.
+        scale, normalize: as for the prompt.
+
+    Returns:
+        The output ``[b, n, max(hq, hv), e]`` in the dtype of q, and the state after the last token,
+        ``[b, h, d, e]`` in fp32 (fp64 for fp64). The state that was given is not changed.
+
+    Raises:
+        UserError: the inputs do not fit.
+    """
+    check_inputs(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        state,
+        chain=SegmentChain(1, "contiguous"),
+        scale=scale,
+        normalize=normalize,
+        values=False,
+    )
+    check_modes(causal=True, normalize=normalize, batch=q.shape[0], beta=beta)
+    segments = Segments(q[:, None], k[:, None], v[:, None])
+    dtype, heads = segments.state_dtype, segments.state_heads
+    value = with_ones(v) if normalize else v
+    shape = q.shape[0], heads, q.shape[3], value.shape[3]
+    state = q.new_zeros(shape, dtype=dtype) if state is None else state.to(dtype)
+    query, key, value = (
+        tensor.to(dtype).repeat_interleave(max(1, heads // tensor.shape[2]), 2)
+        for tensor in (q * scale, k, value)
+    )
+    outs = []
+    for token in range(q.shape[1]):
+        if log_decay is not None:
+            decay = (log_decay if log_decay.dim() == 1 else log_decay[:, token]).to(dtype).exp()
+            # [h], [b, h] or [b, h, d], for a state of [b, h, d, e].
+            state = (decay[..., None] if decay.dim() == 3 else decay[..., None, None]) * state
+        row, written = key[:, token, :, None], value[:, token, :, None]
+        if beta is not None:
+            written = beta[:, token, :, None, None].to(dtype) * (written - row @ state)
+        state = state + row.mT * written
+        queries = query[:, token].unflatten(1, (heads, -1))  # those that read one state
+        outs.append((queries @ state).flatten(1, 2))
+    out = torch.stack(outs, 1)
+    return divide_by_last(out, q.dtype) if normalize else out.to(q.dtype), state

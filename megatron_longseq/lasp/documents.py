@@ -1,0 +1,118 @@
+"""Packed documents: where states start anew, and whether ranks have to talk at all.
+
+Documents are laid one behind the other in the sequence, whatever their lengths, and cut by
+segments wherever a segment ends. A segment in which a document starts passes nothing on of the
+state that entered it; only the tokens before that start read that state, and only those from the
+last start on are in the state it leaves. So one state per segment is enough, however many documents
+lie in it, and no rank needs to know another's tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..token_layout import SegmentChain
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a sequence as one rank sees them.
+
+    Attributes:
+        starts: boolean ``[m, n]``, the tokens of this rank's segments at which a document starts.
+            The first token of the sequence is not among them: what enters there, a given state or
+            nothing, is the first document's. ``None``: none starts on this rank.
+        connected: whether some document reaches over a boundary between segments, of any ranks. The
+            same on all ranks, as it follows from the list alone.
+    """
+
+    starts: Tensor | None
+    connected: bool
+
+    @classmethod
+    def of(
+        cls,
+        boundaries: Sequence[int] | None,
+        chain: SegmentChain,
+        rank: int,
+        total: int,
+        device: torch.device,
+        *,
+        reverse: bool = False,
+    ) -> "Documents":
+        """The documents of a chain of segments.
+
+        Args:
+            boundaries: as :func:`boundaries_of` returns them; ``None`` for a single document.
+            rank: position in the group.
+            total: tokens of the sequence.
+            reverse: for segments whose tokens stand in reverse order.
+        """
+        inner = sorted({start for start in boundaries or () if 0 < start < total})
+        length = total // chain.length
+        connected = any(edge not in set(inner) for edge in range(length, total, length))
+        marked = []
+        for index, segment in enumerate(chain.ranges(rank, total)):
+            # Backwards, a document starts at its last token.
+            shift = segment.start + int(reverse)
+            low = bisect_left(inner, shift)
+            high = bisect_left(inner, shift + length)
+            marked += [(index, start - shift) for start in inner[low:high]]
+        if not marked:
+            return cls(None, connected)
+        starts = torch.zeros(chain.segments_per_rank, length, dtype=torch.bool)
+        where = torch.tensor(marked)
+        starts[where[:, 0], where[:, 1]] = True
+        return cls((starts.flip(1) if reverse else starts).to(device), connected)
+
+
+def boundaries_of(cu_seqlens: Tensor | Sequence[int], total: int) -> list[int]:
+    """The list of boundaries, checked.
+
+    Args:
+        cu_seqlens: where each document starts and the last one ends; integers. A tensor on a GPU
+            costs a synchronisation.
+        total: tokens of the whole sequence, over all ranks.
+
+    Raises:
+        UserError: it is not a non-decreasing list of integers from 0 to ``total``.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise UserError(
+                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}: expected "
+                "one dimension of integers"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    boundaries = [int(boundary) for boundary in cu_seqlens]
+    if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != total:
+        ends = f"{boundaries[:1]} to {boundaries[-1:]}" if boundaries else "an empty list"
+        raise UserError(
+            f"cu_seqlens from {ends}: it must begin with 0 and end with {total}, the tokens of "
+            "all ranks together (it is the same list on every rank)"
+        )
+    for index, (low, high) in enumerate(pairwise(boundaries)):
+        if high < low:
+            raise UserError(
+                f"cu_seqlens[{index + 1}] = {high} is less than cu_seqlens[{index}] = {low}: the "
+                "list must not decrease (equal neighbours are an empty document)"
+            )
+    return boundaries
+
+
+def describe_boundaries(boundaries: Sequence[int] | None) -> str:
+    """The list in a form that tells different ones apart and fits in a message."""
+    if boundaries is None:
+        return "none"
+    text = ", ".join(map(str, boundaries))
+    return (
+        f"[{text}]"
+        if len(text) < 400
+        else f"[{text[:200]} ... {text[-200:]}] crc {crc32(text.encode()):08x}"
+    )

@@ -1,0 +1,205 @@
+"""What linear attention can work with; everything else stops with the rule and what would work."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError, divisors, nearest_values
+from ..token_layout import SegmentChain
+from .chunk_kernels import SUPPORTED_DTYPES
+
+AXES = ("batch", "tokens", "heads", "width")
+
+
+def describe_inputs(**tensors: Tensor | None) -> dict[str, object]:
+    """What must be equal on all ranks, by the name it has in an error message."""
+    fields: dict[str, object] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            fields[name] = "none"
+            continue
+        if tensor.dim() == len(AXES) and name in ("query", "key", "value"):
+            fields |= {
+                f"{name} {axis}": size for axis, size in zip(AXES, tensor.shape, strict=True)
+            }
+        else:
+            fields[f"{name} shape"] = tuple(tensor.shape)
+        fields[f"{name} dtype"] = tensor.dtype
+        fields[f"{name} requires a gradient"] = torch.is_grad_enabled() and tensor.requires_grad
+    return fields
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    chain: SegmentChain,
+    scale: float,
+    normalize: bool,
+    values: bool,
+) -> None:
+    """Checks shapes, dtypes, the division of heads and, if ``values``, the decay.
+
+    Raises:
+        UserError: naming the argument, the value, the rule and the nearest values that would work.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise UserError(
+                f"{name} of shape {tuple(tensor.shape)}: expected [batch, tokens, heads, width], "
+                "none of them 0"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise UserError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
+                f"{query.device}; they must agree"
+            )
+    if query.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+        raise UserError(f"query is {query.dtype}; linear attention works in {names}")
+    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise UserError(
+            f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must have "
+            "the same batch, tokens and width"
+        )
+    if key.shape[:2] != value.shape[:2]:
+        raise UserError(
+            f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} must have "
+            "the same batch and tokens"
+        )
+    if key.shape[1] % chain.segments_per_rank:
+        tokens = key.shape[1]
+        raise UserError(
+            f"{tokens} tokens on each rank: the zigzag layout gives a rank two segments of equal "
+            f"length, so it must be even; nearest: {[tokens - 1, tokens + 1]}"
+        )
+    if not isfinite(scale):
+        raise UserError(f"scale={scale} must be a finite number")
+    _check_heads(query.shape[2], key.shape[2], value.shape[2])
+    _check_gates(key, value, log_decay, beta, values)
+    if initial_state is not None:
+        _check_state(initial_state, key, value, normalize)
+
+
+def check_modes(
+    *,
+    causal: bool,
+    normalize: bool,
+    batch: int,
+    beta: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> None:
+    """Checks which arguments go together.
+
+    Raises:
+        UserError: naming the two that do not, and why.
+    """
+    if not causal and beta is not None:
+        raise UserError(
+            "causal=False with beta: the delta rule depends on the order of the tokens; leave out "
+            "beta, or keep causal=True"
+        )
+    if not causal and (initial_state is not None or output_final_state):
+        raise UserError(
+            "causal=False with initial_state or output_final_state: without an order there is no "
+            "state before or after the sequence"
+        )
+    if normalize and beta is not None:
+        raise UserError(
+            "normalize=True with beta: the sum of decayed weights is not a denominator under the "
+            "delta rule, which also erases; leave out one of them"
+        )
+    if cu_seqlens is not None and batch != 1:
+        raise UserError(
+            f"cu_seqlens with a batch of {batch}: packed documents need batch 1; lay the "
+            "sequences one behind the other"
+        )
+
+
+def _check_heads(query: int, key: int, value: int) -> None:
+    if key % query and query % key:
+        raise UserError(
+            f"{key} key heads and {query} query heads: one must divide the other; nearest numbers "
+            f"of key heads that divide the query's: {nearest_values(key, divisors(query))}"
+        )
+    if query < key:
+        raise UserError(
+            f"{query} query heads are fewer than {key} key heads: a state without a query is never "
+            f"read; give {key} query heads, or at most {query} key heads"
+        )
+    if query == key and value % key == 0:
+        return
+    if query > key and value == key:
+        return
+    raise UserError(
+        f"{query} query, {key} key and {value} value heads: either query and key have the same "
+        "number, which divides that of the value (grouped values), or key and value have the same "
+        f"number, which divides that of the query (grouped queries); nearest: {query} query, "
+        f"{query} key and {query} value heads, or {query}, {key} and {key}"
+    )
+
+
+def _check_gates(
+    key: Tensor, value: Tensor, log_decay: Tensor | None, beta: Tensor | None, values: bool
+) -> None:
+    batch, tokens, _, width = key.shape
+    heads = max(key.shape[2], value.shape[2])
+    if beta is not None and tuple(beta.shape) != (batch, tokens, heads):
+        raise UserError(
+            f"beta of shape {tuple(beta.shape)}: expected [batch, tokens, heads] = "
+            f"{[batch, tokens, heads]}, heads being those of the states"
+        )
+    if log_decay is not None and tuple(log_decay.shape) not in (
+        (heads,),
+        (batch, tokens, heads),
+        (batch, tokens, heads, width),
+    ):
+        raise UserError(
+            f"log_decay of shape {tuple(log_decay.shape)}: expected [heads] = {[heads]}, "
+            f"[batch, tokens, heads] = {[batch, tokens, heads]} or [batch, tokens, heads, width] = "
+            f"{[batch, tokens, heads, width]}, heads being those of the states"
+        )
+    for name, gate in (("log_decay", log_decay), ("beta", beta)):
+        if gate is None:
+            continue
+        if gate.dtype not in SUPPORTED_DTYPES or gate.device != key.device:
+            raise UserError(
+                f"{name} is {gate.dtype} on {gate.device}: it must be a floating-point tensor on "
+                f"{key.device}"
+            )
+    if values and log_decay is not None:
+        smallest, largest = (bound.item() for bound in torch.aminmax(log_decay.detach()))
+        # Written so that NaN, which aminmax passes on, is refused.
+        if not (largest <= 0 and smallest > -torch.inf):
+            raise UserError(
+                f"log_decay from {smallest:g} to {largest:g}: a decay must be in (0, 1], so its "
+                "logarithm finite and not above 0; nearest: 0 (no decay)"
+            )
+
+
+def _check_state(state: Tensor, key: Tensor, value: Tensor, normalize: bool) -> None:
+    expected = (
+        key.shape[0],
+        max(key.shape[2], value.shape[2]),
+        key.shape[3],
+        value.shape[3] + int(normalize),
+    )
+    if tuple(state.shape) != expected:
+        extra = ", the last column for the denominator" if normalize else ""
+        raise UserError(
+            f"initial_state of shape {tuple(state.shape)}: expected [batch, heads, key width, "
+            f"value width] = {list(expected)}{extra}"
+        )
+    if state.dtype not in SUPPORTED_DTYPES or state.device != key.device:
+        raise UserError(
+            f"initial_state is {state.dtype} on {state.device}: it must be a floating-point "
+            f"tensor on {key.device}"
+        )

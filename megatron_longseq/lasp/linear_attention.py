@@ -1,0 +1,409 @@
+"""Linear attention over a sequence split among ranks (LASP, LASP-2, ZeCO), for layers with gates.
+
+    S_i = T_i S_{i-1} + write_i        o_i = scale q_i S_i
+
+| gates | T_i | write_i |
+|---|---|---|
+| ``log_decay`` g per head, token or key channel | ``exp(g_i)`` | ``k_i^T v_i`` |
+| and ``beta`` (delta rule) | ``exp(g_i) (I - beta_i k_i^T k_i)`` | ``beta_i k_i^T v_i`` |
+
+Each rank keeps its tokens and summarises them in a state of ``d x e`` per head; an exclusive scan
+of these summaries along the chain of segments gives every segment the state that enters it. What
+moves does not depend on the length of the sequence. Kept for backward: the inputs and those states.
+
+Sources: LASP, arXiv 2404.02882; LASP-2, 2502.07563; ZeCO, 2507.01004. Derivations of the gradients
+are in ``docs/lasp-operator.md``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communication.agreement import GridAgreement
+from ..communication.collectives import Collectives
+from ..communication.groups import GroupPlace
+from ..communication.scan import Scan, ScheduleName
+from ..communication.transport import DEFAULT_TIMEOUT_SECONDS
+from ..errors import UserError
+from ..token_layout import Layout, SegmentChain
+from .bidirectional import BidirectionalFunction
+from .chunk_kernels import ChunkKernel, choose_kernel
+from .documents import Documents, boundaries_of, describe_boundaries
+from .inputs import check_inputs, check_modes, describe_inputs
+from .normalizer import divide_by_last, with_ones
+from .passes import LinearAttentionFunction, Plan
+from .segments import Segments
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The checked arguments of a call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    initial_state: Tensor | None
+    boundaries: list[int] | None
+    kernel: ChunkKernel
+    scale: float
+    normalize: bool
+    output_final_state: bool
+
+
+class LinearAttentionOperator:
+    """Linear attention over a fixed group, with its buffers.
+
+    One object serves all layers; calls may be in flight at the same time. All ranks of the group
+    make it, every call and every backward together and in the same order.
+
+    Args:
+        group: the ranks that share the sequence, in order of their positions; ``None`` for one.
+        layout: which tokens a rank holds, see :class:`~megatron_longseq.token_layout.SegmentChain`:
+            ``"zigzag"``, Megatron's, two segments per rank; or ``"contiguous"``, one.
+        schedule: of the scan, see :mod:`megatron_longseq.communication.scan`.
+        backend: kernel of this rank's part, see :mod:`.chunk_kernels`: a name, ``"auto"``, or a
+            kernel.
+        scan: one made for this group and layout, with options of its own, to use instead of a new
+            one with ``schedule``.
+        timeout_seconds: limit of every wait. NCCL waits on the GPU, not on the host: there the
+            limit given to the process group when it was made applies.
+        check_agreement: compare shapes and options across the ranks at every call.
+        check_values: look for decays outside (0, 1]; on a GPU this waits for their computation.
+
+    Raises:
+        UserError: an unknown layout or schedule, a scan of another group or layout, or a time
+            limit that is not positive.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        layout: Layout = "zigzag",
+        schedule: ScheduleName | Literal["auto"] = "auto",
+        backend: str | ChunkKernel = "auto",
+        scan: Scan | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        check_agreement: bool = True,
+        check_values: bool = True,
+    ) -> None:
+        if not timeout_seconds > 0:
+            raise UserError(f"timeout_seconds={timeout_seconds} must be a positive number")
+        self.place = GroupPlace.of(group)
+        self.layout = layout
+        chain = SegmentChain(self.place.size, layout)
+        if scan is not None and (scan.chain != chain or scan.place != self.place):
+            raise UserError(
+                f"scan over the ranks {list(scan.place.ranks)} in {scan.chain.layout} layout: the "
+                f"operator has the ranks {list(self.place.ranks)} in {layout} layout; they must "
+                "be the same"
+            )
+        # One rank has the whole sequence: one segment, whatever the layout.
+        self.chain = chain if self.place.size > 1 else SegmentChain(1, "contiguous")
+        self.scan = scan or Scan(
+            group,
+            layout=layout,
+            schedule=schedule,
+            timeout_seconds=timeout_seconds,
+            # The inputs are compared here, and what is scanned follows from them.
+            check_agreement=False,
+        )
+        self._backend = backend
+        self._collectives = Collectives(self.place, "linear attention states", timeout_seconds)
+        self._agreement = GridAgreement(GroupPlace.of(None), self.place, timeout_seconds)
+        self._check_agreement = check_agreement
+        self._check_values = check_values
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearAttentionOperator":
+        # Copies of a model share groups and buffers, which cannot be copied.
+        return self
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        log_decay: Tensor | None = None,
+        beta: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        scale: float = 1.0,
+        normalize: bool = False,
+        causal: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Linear attention of this rank's tokens; see :func:`linear_attention`."""
+        call = self._prepare(
+            query,
+            key,
+            value,
+            log_decay,
+            beta,
+            initial_state,
+            output_final_state,
+            cu_seqlens,
+            scale,
+            normalize,
+            causal,
+        )
+        value = with_ones(value) if normalize else value
+        one_way = causal and not normalize
+        out_dtype = query.dtype if one_way else _sum_dtype(query)
+        if causal:
+            out, final = self._run(call, value, out_dtype)
+        else:
+            out, final = self._both_ways(call, value, out_dtype), None
+        if normalize:
+            out = divide_by_last(out, query.dtype)
+        return out.to(query.dtype), final
+
+    def _run(
+        self, call: _Call, value: Tensor, out_dtype: torch.dtype, *, reverse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass along the chain, in time or against it."""
+        chain, position = self.chain, self.place.position
+        total = call.key.shape[1] * self.place.size
+        documents = Documents.of(
+            call.boundaries, chain, position, total, call.key.device, reverse=reverse
+        )
+        positions = chain.positions(position)
+        holder, _ = chain.holder(chain.length - 1)
+        plan = Plan(
+            kernel=call.kernel,
+            scan=self.scan if documents.connected else None,
+            collectives=self._collectives,
+            segments=chain.segments_per_rank,
+            first=positions.index(0) if 0 in positions else None,
+            last=positions.index(chain.length - 1) if position == holder else None,
+            last_holder=holder,
+            starts=documents.starts,
+            scale=call.scale,
+            reverse=reverse,
+            out_dtype=out_dtype,
+            output_final_state=call.output_final_state,
+        )
+        return LinearAttentionFunction.apply(
+            call.query, call.key, value, call.log_decay, call.beta, call.initial_state, plan
+        )
+
+    def _both_ways(self, call: _Call, value: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if call.log_decay is None and not set(call.boundaries or ()) - {0, self._total(call)}:
+            return BidirectionalFunction.apply(
+                call.query, call.key, value, self._collectives, call.scale, out_dtype
+            )
+        forward, _ = self._run(call, value, out_dtype)
+        backward, _ = self._run(call, value, out_dtype, reverse=True)
+        # Both ways count a token's own write.
+        return forward + backward - _own_write(call, value).to(out_dtype)
+
+    def _total(self, call: _Call) -> int:
+        return call.key.shape[1] * self.place.size
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        scale: float,
+        normalize: bool,
+        causal: bool,
+    ) -> _Call:
+        """Checks the inputs, here and across the ranks; all ranks raise or none does."""
+        problem: UserError | None = None
+        boundaries: list[int] | None = None
+        kernel: ChunkKernel | None = None
+        try:
+            check_inputs(
+                query,
+                key,
+                value,
+                log_decay,
+                beta,
+                initial_state,
+                chain=self.chain,
+                scale=scale,
+                normalize=normalize,
+                values=self._check_values,
+            )
+            check_modes(
+                causal=causal,
+                normalize=normalize,
+                batch=query.shape[0],
+                beta=beta,
+                initial_state=initial_state,
+                output_final_state=output_final_state,
+                cu_seqlens=cu_seqlens,
+            )
+            if cu_seqlens is not None:
+                boundaries = boundaries_of(cu_seqlens, key.shape[1] * self.place.size)
+            kernel = self._choose(query, key, value, log_decay, beta)
+        except UserError as error:
+            problem = error
+        if self._check_agreement:
+            backend = self._backend if isinstance(self._backend, str) else self._backend.name
+            self._agreement.verify(
+                describe_inputs(
+                    query=query,
+                    key=key,
+                    value=value,
+                    log_decay=log_decay,
+                    beta=beta,
+                    initial_state=initial_state,
+                )
+                | {
+                    "layout": self.layout,
+                    "schedule": self.scan.schedule,
+                    "cu_seqlens": describe_boundaries(boundaries),
+                    "scale": scale,
+                    "normalize": normalize,
+                    "causal": causal,
+                    "output_final_state": output_final_state,
+                    "backend": kernel.name if kernel else backend,
+                    "problem": problem or "none",
+                }
+            )
+        if problem is not None:
+            raise problem
+        assert kernel is not None
+        return _Call(
+            query,
+            key,
+            value,
+            log_decay,
+            beta,
+            initial_state,
+            boundaries,
+            kernel,
+            scale,
+            normalize,
+            output_final_state,
+        )
+
+    def _choose(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+    ) -> ChunkKernel:
+        if not isinstance(self._backend, str):
+            return self._backend
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.unflatten(1, (self.chain.segments_per_rank, -1))
+
+        gate = log_decay if log_decay is None or log_decay.dim() == 1 else cut(log_decay)
+        segments = Segments(
+            cut(query), cut(key), cut(value), gate, None if beta is None else cut(beta)
+        )
+        return choose_kernel(self._backend, segments)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    group: dist.ProcessGroup | None = None,
+    layout: Layout = "zigzag",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    schedule: ScheduleName | Literal["auto"] = "auto",
+    scale: float = 1.0,
+    normalize: bool = False,
+    causal: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention over a sequence split among the ranks of a group.
+
+    A collective call: all ranks of the group make it, forward and backward; a rank that does not
+    use its output gives it a zero gradient. For repeated calls keep a
+    :class:`LinearAttentionOperator`.
+
+    Args:
+        q: ``[b, n, hq, d]``: batch, this rank's tokens, heads, width; feature map and norms already
+            applied. fp64, fp32, bf16 or fp16.
+        k: ``[b, n, hk, d]``. For the delta rule of unit length, or beta small enough.
+        v: ``[b, n, hv, e]``. Either ``hq = hk`` divides hv (grouped values) or ``hk = hv`` divides
+            hq (grouped queries); a state is kept per pair of key and value heads, ``h`` in all.
+        log_decay: natural logarithm of the decay, finite and <= 0: ``None`` for none, ``[h]`` per
+            head, ``[b, n, h]`` per token (Mamba-2), ``[b, n, h, d]`` per key channel (GLA). Best in
+            fp32.
+        beta: ``[b, n, h]``: the delta rule's write strength (DeltaNet, GDN, KDA).
+        initial_state: ``[b, h, d, e]``, before the first token; all ranks pass one, that of the
+            rank with the first token counts. With documents it enters the first that has tokens.
+        output_final_state: return the state after the last token, of the last document that has
+            tokens.
+        group: the ranks that share the sequence, equally long parts each; ``None`` for one process.
+        layout: ``"zigzag"``: rank r of P holds pieces r and 2P - 1 - r of 2P, in this order;
+            ``"contiguous"``: piece r of P. Never guessed.
+        cu_seqlens: boundaries of packed documents, integers from 0 to the tokens of all ranks, the
+            same list on every rank; batch 1. Any lengths, empty ones included.
+        schedule: how states travel; see :mod:`megatron_longseq.communication.scan`.
+        scale: factor of the output. There is no default ``d ** -0.5``.
+        normalize: divide by the sum of the weights, ``q_i . sum_j decayed k_j``, plus 1e-6. For
+            feature maps > 0. States have one more column, that of the denominator: ``e + 1``.
+        causal: a token sees itself and what comes before it; otherwise all of its document, decayed
+            by the distance on either side. A state can enter or leave causal attention only.
+        backend: ``"torch"``, or ``"auto"``; see :mod:`.chunk_kernels`.
+
+    Returns:
+        The output ``[b, n, max(hq, hv), e]`` in the dtype of q, and the final state
+        ``[b, h, d, e]`` in fp32 (fp64 for fp64), or ``None``. The final state is on every rank and
+        differentiable on the one that has the last token: rank 0 on zigzag, the last one on
+        contiguous. Gradients are exact, that of a learnable decay included; ``initial_state`` has
+        its gradient on the rank with the first token, zero elsewhere. They cannot be differentiated
+        again.
+
+    Raises:
+        UserError: the inputs do not fit, here or on another rank; on every rank alike.
+        CommunicationError: a transfer failed or took too long.
+
+    Source:
+        LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563; see ``docs/lasp-operator.md``.
+    """
+    operator = LinearAttentionOperator(group, layout=layout, schedule=schedule, backend=backend)
+    return operator(
+        q,
+        k,
+        v,
+        log_decay=log_decay,
+        beta=beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        normalize=normalize,
+        causal=causal,
+    )
+
+
+def _sum_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _own_write(call: _Call, value: Tensor) -> Tensor:
+    """``scale (q_i . k_i) v_i``, in the dtype of the sums."""
+    dtype = _sum_dtype(call.query)
+    heads = max(call.query.shape[2], value.shape[2])
+    query, key, value = (
+        tensor.to(dtype).repeat_interleave(heads // tensor.shape[2], 2)
+        for tensor in (call.query, call.key, value)
+    )
+    return call.scale * (query * key).sum(-1, keepdim=True) * value
