@@ -17,6 +17,7 @@ from . import cpu_platform, flag_table
 from .attention_2d.factorisation import Factorisation, factorise
 from .config import check_options, flag_of, options, ranks_per_node
 from .errors import UserError, check_at_least_one, divisors, nearest_values
+from .metp.requirements import check_metp
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -34,6 +35,10 @@ AT_LEAST_ONE = (
     "micro_batch_size",
     "global_batch_size",
 )
+
+
+# Options that only METP reads.
+METP_OPTIONS = ("longseq_metp_min_tokens", "longseq_metp_shards_per_step", "longseq_mlp_tiles")
 
 
 def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None = None) -> Provider:
@@ -81,6 +86,7 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     if cpu_platform.is_installed():
         _check_cpu(parser, args, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    _check_metp(args, given)
     _check_two_d_attention(args, given)
     return args
 
@@ -108,6 +114,8 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _factorisation(args: argparse.Namespace) -> Factorisation:
+    if args.longseq_tensor_parallel == "metp":
+        args.longseq_head_parallel_size = 1  # one ring over all ranks, whatever the heads
     tensor, heads = args.tensor_model_parallel_size, args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
     return factorise(
@@ -175,14 +183,45 @@ def _check_cpu(
         )
 
 
+def _check_metp(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    if args.longseq_tensor_parallel != "metp":
+        _refuse_without(given, METP_OPTIONS, "--longseq-tensor-parallel metp")
+        return
+    check_metp(args)
+    if args.longseq_context_parallel == "2d" and (args.longseq_head_parallel_size or 1) > 1:
+        raise UserError(
+            f"--longseq-head-parallel-size {args.longseq_head_parallel_size}: with "
+            "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
+            "context-parallel ranks; use 1"
+        )
+    parts = 2 * args.tensor_model_parallel_size * args.context_parallel_size
+    if args.seq_length is not None and args.seq_length % parts:
+        below = args.seq_length // parts
+        nearest = [k * parts for k in (below, below + 1) if k > 0]
+        raise UserError(
+            f"--seq-length {args.seq_length}: under METP every tensor- and context-parallel rank "
+            f"holds two equal pieces, so it must be a multiple of {parts}; nearest: {nearest}"
+        )
+
+
+def _refuse_without(given: dict[str, Any], names: Iterable[str], needed: str) -> None:
+    for name in names:
+        if name in given:
+            raise UserError(
+                f"{flag_of(name)} {given[name]}: has no effect without {needed}; add that, or "
+                "leave it out"
+            )
+
+
 def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> None:
     if args.longseq_context_parallel != "2d":
-        for name in ("longseq_head_parallel_size", "longseq_attention_kernel"):
-            if name in given:
-                raise UserError(
-                    f"{flag_of(name)} {given[name]}: has no effect without "
-                    "--longseq-context-parallel 2d; add that, or leave it out"
-                )
+        _refuse_without(given, ["longseq_head_parallel_size"], "--longseq-context-parallel 2d")
+        if args.longseq_tensor_parallel != "metp":
+            _refuse_without(
+                given,
+                ["longseq_attention_kernel"],
+                "--longseq-context-parallel 2d or --longseq-tensor-parallel metp",
+            )
         return
     if args.longseq_head_parallel_size is not None and args.context_parallel_size == 1:
         raise UserError(

@@ -117,10 +117,12 @@ def model_config(
         model.transformer_layer_spec = layer_spec
     elif model.transformer_layer_spec is not layer_spec and (
         config.longseq_context_parallel != "megatron"
+        or config.longseq_tensor_parallel != "megatron"
     ):
         raise UserError(
             f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
-            f"--longseq-context-parallel {config.longseq_context_parallel} would have no effect; "
+            f"--longseq-context-parallel {config.longseq_context_parallel} and "
+            f"--longseq-tensor-parallel {config.longseq_tensor_parallel} would have no effect; "
             "leave one of the two out"
         )
     return model
@@ -151,6 +153,13 @@ def stock_final_norm(config: Any) -> Any:
     from megatron.core.transformer import transformer_block
 
     return transformer_block.LayerNormImpl
+
+
+def norm_of_transformer_engine() -> Any:
+    """Transformer Engine's norm, by itself; its own layers have it fused with what follows."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def saved_common_state(folder: Any) -> Any:

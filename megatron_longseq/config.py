@@ -12,7 +12,8 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 
 from .attention_2d.factorisation import Factorisation, factorise
-from .errors import UserError
+from .errors import UserError, check_at_least_one
+from .metp.requirements import check_metp, parse_min_tokens
 
 # A year: what a clock of the transport can still count.
 MOST_SECONDS = 31_536_000.0
@@ -56,9 +57,38 @@ class LongSeqTransformerConfig(TransformerConfig):
     )
     longseq_attention_kernel: str = _option(
         "auto",
-        "Kernel of one block of 2D attention: the first usable of flash (the flash-attn package), "
-        "aten (PyTorch's own flash kernels), reference (plain torch); or one of them.",
+        "Kernel of one block of 2D attention or METP: the first usable of flash (the flash-attn "
+        "package), aten (PyTorch's own flash kernels), reference (plain torch, whose scores are a "
+        "matrix in memory); or one of them.",
         choices=("auto", "flash", "aten", "reference"),
+    )
+    longseq_tensor_parallel: str = _option(
+        "megatron",
+        "What splits the layers over --tensor-model-parallel-size ranks: Megatron's tensor "
+        "parallelism, or METP: weights and K/V pass from rank to rank, activations stay. Same "
+        "weights, same checkpoints; needs --sequence-parallel.",
+        choices=("megatron", "metp"),
+    )
+    longseq_metp_min_tokens: str = _option(
+        "0",
+        "Micro-batches of fewer tokens (sequence x micro-batch, per tensor-parallel group) compute "
+        "as Megatron's tensor parallelism, on the same weights: a number (0: always METP), or "
+        "auto: where METP begins to send less.",
+        metavar="TOKENS",
+    )
+    longseq_metp_shards_per_step: int | None = _option(
+        None,
+        "Weight shards that METP's attention works with at a time. Default: as few as leave "
+        "key/value heads whole; more make fewer, larger messages and kernels, and need more "
+        "memory.",
+        type=int,
+        metavar="N",
+    )
+    longseq_mlp_tiles: int = _option(
+        1,
+        "METP's MLP works off its tokens in this many parts: a smaller peak, the same messages.",
+        type=int,
+        metavar="N",
     )
     longseq_comm_timeout_seconds: float = _option(
         1800.0,
@@ -71,7 +101,24 @@ class LongSeqTransformerConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options({field.name: getattr(self, field.name) for field in options()})
-        check_two_d_attention(self)
+        check_methods(self)
+
+
+def check_methods(config: TransformerConfig) -> None:
+    """Checks what the methods that a config asks for need of it.
+
+    Raises:
+        UserError: naming flag, value, rule and what would work.
+    """
+    if config.longseq_tensor_parallel == "metp":
+        check_metp(config)
+        if config.longseq_context_parallel == "2d" and (config.longseq_head_parallel_size or 1) > 1:
+            raise UserError(
+                f"--longseq-head-parallel-size {config.longseq_head_parallel_size}: with "
+                "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
+                "context-parallel ranks; use 1"
+            )
+    check_two_d_attention(config)
 
 
 def check_two_d_attention(config: TransformerConfig) -> None:
@@ -101,7 +148,12 @@ def check_two_d_attention(config: TransformerConfig) -> None:
 
 
 def factorisation(config: TransformerConfig, head_parallel: int | None) -> Factorisation:
-    """How 2D attention splits the context-parallel ranks of this config; see ``factorise``."""
+    """How 2D attention splits the context-parallel ranks of this config; see ``factorise``.
+
+    METP rings over all of them, whatever the heads.
+    """
+    if config.longseq_tensor_parallel == "metp":
+        head_parallel = 1
     tensor = config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
     return factorise(
@@ -137,6 +189,9 @@ def check_options(values: dict[str, Any]) -> None:
             f"{flag_of('longseq_comm_timeout_seconds')} {timeout}: must be more than 0 and at most "
             f"{MOST_SECONDS:g} seconds"
         )
+    parse_min_tokens(values["longseq_metp_min_tokens"])
+    for name in ("longseq_metp_shards_per_step", "longseq_mlp_tiles"):
+        check_at_least_one(flag_of(name), values[name])
     for field in options():
         choices = field.metadata["longseq"].get("choices")
         value = values[field.name]

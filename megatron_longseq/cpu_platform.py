@@ -141,11 +141,15 @@ class CpuPlatform:
         training.build_train_valid_test_data_iterators = _without_drawing(
             training.build_train_valid_test_data_iterators
         )
+        # Compiles a C++ function at the first recomputation, for which a CPU machine may have no
+        # compiler.
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
+        random._share_storage_ext = _StorageSharing()
         _mend_distributed_optimizer()
 
 
 def mend_wheel() -> None:
-    """Lets Megatron start from its wheel: the one mend that a GPU needs too.
+    """Lets Megatron start from its wheel, and without Transformer Engine: a GPU needs this too.
 
     Megatron compiles its data set helpers at start-up. The wheel ships them compiled, without a
     Makefile, and the attempt ends the process. A checkout, which has one, is left alone.
@@ -154,6 +158,7 @@ def mend_wheel() -> None:
     if not (Path(utils.__file__).parent / "Makefile").exists():
         importlib.import_module("megatron.core.datasets.helpers_cpp")
         utils.compile_helpers = lambda: None
+    _mend_norm_recompute()
 
 
 def is_installed() -> bool:
@@ -413,6 +418,38 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return tensor.cpu().numpy() if as_numpy else tensor.cpu()
+
+
+class _StorageSharing:
+    """What Megatron's compiled extension does, by a copy: refills a storage that was freed."""
+
+    @staticmethod
+    def share_storage(freed: torch.Tensor, recomputed: torch.Tensor) -> None:
+        """Gives ``freed``, and all that views its storage, the values of ``recomputed``."""
+        source, target = recomputed.untyped_storage(), freed.untyped_storage()
+        target.resize_(source.nbytes())
+        target.copy_(source)
+        # The values are there once: what recomputed them only keeps its place in the graph.
+        recomputed.data = freed.detach().view_as(recomputed)
+
+
+def _mend_norm_recompute() -> None:
+    """Recomputing norms (``--recompute-modules layernorm``) without Transformer Engine.
+
+    ``CheckpointWithoutOutput`` takes ``fp8=False`` for a wish for fp8, because it is not None, and
+    then calls functions of TE. Without TE there is no fp8 to ask about.
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    if module.HAVE_TE:
+        return
+    checkpoint = module.CheckpointWithoutOutput
+    start = checkpoint.__init__
+
+    def start_without_fp8(self, fp8=False):
+        start(self, fp8=fp8)
+        self.fp8 = False
+
+    checkpoint.__init__ = start_without_fp8
 
 
 def _mend_distributed_optimizer() -> None:

@@ -25,8 +25,8 @@ import yaml
 from . import __version__, compat
 from .config import (
     LongSeqTransformerConfig,
+    check_methods,
     check_options,
-    check_two_d_attention,
     flag_of,
     options,
 )
@@ -98,7 +98,7 @@ def options_for(transformer_config: Any) -> Any:
     values = read_options(path)
     for name, value in values.items():
         setattr(transformer_config, name, value)
-    check_two_d_attention(transformer_config)
+    check_methods(transformer_config)
     _check_levels(transformer_config)
     return transformer_config
 
@@ -159,6 +159,8 @@ def _check_levels(config: Any) -> None:
     context = config.context_parallel_size
     if config.longseq_context_parallel != "2d" or context == 1:
         return
+    if config.longseq_tensor_parallel == "metp":
+        return  # one ring over tensor- and context-parallel ranks, a group that Megatron always has
     flag = "--hierarchical-context-parallel-sizes"
     given = getattr(config, "hierarchical_context_parallel_sizes", None)
     wanted = config.longseq_head_parallel_size

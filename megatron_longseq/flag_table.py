@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import cpu_platform
+from .metp.requirements import UNSUPPORTED, Unsupported
 
 Effect = Literal["takes effect", "mapped", "refused"]
 
@@ -44,6 +45,21 @@ def _local(args: Any) -> bool:
 
 def _two_d(args: Any) -> bool:
     return args.longseq_context_parallel == "2d"
+
+
+def _metp(args: Any) -> bool:
+    return args.longseq_tensor_parallel == "metp"
+
+
+def _not_with_metp(option: Unsupported) -> FlagRule:
+    return FlagRule(
+        option.flag,
+        option.name,
+        "refused",
+        "with --longseq-tensor-parallel metp",
+        option.reason,
+        refuses=lambda args: _metp(args) and option.rejects(getattr(args, option.name)),
+    )
 
 
 def _always(_args: Any) -> bool:
@@ -184,31 +200,37 @@ RULES: tuple[FlagRule, ...] = (
         "--context-parallel-size",
         "context_parallel_size",
         "refused",
-        "greater than 1 with local layers and --longseq-context-parallel megatron",
-        "Megatron's local attention cannot split a sequence; use --longseq-context-parallel 2d, "
-        "--context-parallel-size 1, or --transformer-impl transformer_engine on a GPU",
-        refuses=lambda args: args.context_parallel_size > 1 and _local(args) and not _two_d(args),
+        "greater than 1 with --longseq-context-parallel megatron and local layers or METP",
+        "Megatron's local attention cannot split a sequence, and METP's is not Megatron's; use "
+        "--longseq-context-parallel 2d, --context-parallel-size 1, or, without METP, "
+        "--transformer-impl transformer_engine on a GPU",
+        refuses=lambda args: (
+            args.context_parallel_size > 1 and (_local(args) or _metp(args)) and not _two_d(args)
+        ),
     ),
     FlagRule(
         "--context-parallel-size",
         "context_parallel_size",
         "takes effect",
         "with --longseq-context-parallel 2d",
-        "head-parallel x ring; the factorisation is chosen, or --longseq-head-parallel-size's",
+        "head-parallel x ring; the factorisation is chosen, or --longseq-head-parallel-size's. "
+        "With --longseq-tensor-parallel metp one ring over all tensor- and context-parallel ranks",
     ),
+    *(_not_with_metp(option) for option in UNSUPPORTED if not option.config_only),
     FlagRule(
         "--recompute-granularity",
         "recompute_granularity",
         "takes effect",
         "selective or full, with every layer of ours",
-        "a recomputed attention repeats its communication, in the same order on all ranks",
+        "a recomputed attention repeats its communication, in the same order on all ranks; under "
+        "METP `--recompute-modules` layernorm saves most, core_attn and mlp save nothing",
     ),
     FlagRule(
         "--sequence-parallel",
         "sequence_parallel",
         "takes effect",
         "also where neither NVIDIA Apex nor Transformer Engine is installed",
-        "Megatron's PyTorch norm refuses it; this package's norm takes its place",
+        "Megatron's PyTorch norm refuses it; this package's norm takes its place. METP needs it",
     ),
     FlagRule(
         "--calculate-per-token-loss",

@@ -10,21 +10,37 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from . import compat
 from .attention_2d.core_attention import TwoDCoreAttentionBuilder
 from .errors import UserError
 from .external_options import prepare_model_config
+from .metp.language_model import InstallMetp
+from .metp.linears import ColumnShardLinear, RowShardLinear
+from .metp.mlp import METPMLPBuilder
+from .metp.requirements import (
+    check_shards_per_step,
+    crossover_tokens,
+    kv_heads,
+    parse_min_tokens,
+)
+from .metp.runtime import MetpRuntime
+from .metp.self_attention import METPCoreAttentionBuilder, METPSelfAttention
 from .norms import SequenceParallelNorm
-from .process_groups import context_parallel_groups
+from .process_groups import context_parallel_groups, metp_groups
 
 _SHARED = "_longseq_two_d_attention"
+_METP = "_longseq_metp"
 
 
 def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
@@ -41,11 +57,17 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
     * where Megatron falls back to PyTorch's norm, which refuses sequence parallelism, the layers
       get :class:`~megatron_longseq.norms.SequenceParallelNorm`;
     * with ``--longseq-context-parallel 2d`` the core attention becomes
-      :class:`~megatron_longseq.attention_2d.core_attention.TwoDCoreAttention`.
+      :class:`~megatron_longseq.attention_2d.core_attention.TwoDCoreAttention`;
+    * with ``--longseq-tensor-parallel metp`` attention and MLP become METP's, with linear layers
+      of this package, and a hook fits embedding and loss of the built model.
 
-    A collective call: with 2D attention it makes process groups.
+    A collective call: with a method of this package it makes process groups.
     """
     config = prepare_model_config(model_config)
+    if config.longseq_tensor_parallel == "metp":
+        install = InstallMetp(metp_runtime(model_config))
+        if install not in model_config.pre_wrap_hooks:
+            model_config.pre_wrap_hooks.insert(0, install)
     spec = copy.deepcopy(compat.stock_layer_spec(model_config, vp_stage))
     if isinstance(spec, ModuleSpec):
         count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -58,7 +80,13 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 def edit_layer_spec(spec: Any, model_config: Any) -> Any:
     """Returns a stock spec with this package's edits; see :func:`longseq_layer_spec`."""
     spec = replace_modules(spec, {WrappedTorchNorm: SequenceParallelNorm})
-    if model_config.transformer.longseq_context_parallel == "2d":
+    if model_config.transformer.longseq_tensor_parallel == "metp":
+        if not metp_layers(spec, metp_runtime(model_config)) and getattr(spec, "layer_specs", True):
+            raise UserError(
+                "--longseq-tensor-parallel metp: the layers that Megatron chose have no self "
+                "attention of its standard kind; use its standard attention layers"
+            )
+    elif model_config.transformer.longseq_context_parallel == "2d":
         builder = two_d_core_attention(model_config)
         replaced = replace_core_attention(spec, builder)
         if not replaced and getattr(spec, "layer_specs", [spec]):
@@ -87,6 +115,77 @@ def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
         # Kept with the model's config: interleaved pipelines and multi-token prediction ask again.
         vars(model_config)[_SHARED] = builder
     return builder
+
+
+def metp_runtime(model_config: Any) -> MetpRuntime:
+    """The METP runtime of this model: one, with one set of groups and buffers.
+
+    The first call for a model makes process groups, so it is collective.
+    """
+    runtime = vars(model_config).get(_METP)
+    if runtime is None:
+        config = model_config.transformer
+        least = parse_min_tokens(config.longseq_metp_min_tokens)
+        if least is None:
+            least = crossover_tokens(
+                hidden=config.hidden_size,
+                kv_width=kv_heads(config) * config.kv_channels,
+                ffn=config.ffn_hidden_size,
+                gated=config.gated_linear_unit,
+            )
+        runtime = MetpRuntime(
+            metp_groups(config.longseq_comm_timeout_seconds),
+            kernel=config.longseq_attention_kernel,
+            shards_per_step=check_shards_per_step(config),
+            mlp_tiles=config.longseq_mlp_tiles,
+            min_tokens=least,
+            timeout_seconds=config.longseq_comm_timeout_seconds,
+        )
+        vars(model_config)[_METP] = runtime
+    return runtime
+
+
+def metp_layers(spec: Any, runtime: MetpRuntime) -> int:
+    """Makes every layer in ``spec`` one of METP, in place; returns how many.
+
+    Experts stay Megatron's. Where Transformer Engine fuses a norm with the linear layer behind it,
+    the norm becomes a module of its own, with the same checkpoint keys.
+    """
+    if isinstance(spec, list | tuple):
+        return sum(metp_layers(item, runtime) for item in spec)
+    if isinstance(spec, TransformerBlockSubmodules):
+        return metp_layers(spec.layer_specs, runtime)
+    if isinstance(spec, ModuleSpec):
+        return metp_layers(spec.submodules, runtime)
+    if not isinstance(spec, TransformerLayerSubmodules):
+        return 0
+    attention = spec.self_attention
+    if not isinstance(attention, ModuleSpec) or attention.module is not SelfAttention:
+        return 0
+    attention.module = METPSelfAttention
+    attention.params = {**(attention.params or {}), "runtime": runtime}
+    attention.submodules = dataclasses.replace(
+        attention.submodules,  # type: ignore[type-var]
+        linear_qkv=ColumnShardLinear,
+        linear_proj=RowShardLinear,
+        core_attention=METPCoreAttentionBuilder(runtime),
+    )
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if spec.input_layernorm is IdentityOp:
+        spec.input_layernorm = compat.norm_of_transformer_engine()
+    if _is_dense(spec.mlp):
+        spec.mlp = METPMLPBuilder(runtime)
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        if spec.pre_mlp_layernorm is IdentityOp:
+            spec.pre_mlp_layernorm = compat.norm_of_transformer_engine()
+    spec.sharded_state_dict_keys_map = {**spec.sharded_state_dict_keys_map, **keys}
+    return 1
+
+
+def _is_dense(mlp: Any) -> bool:
+    """Whether a layer's ``mlp`` builds Megatron's MLP: not experts, not a layer of the user's."""
+    builder = getattr(getattr(mlp, "func", None), "__self__", None)
+    return isinstance(builder, type) and issubclass(builder, MLP)
 
 
 def replace_core_attention(spec: Any, builder: Any) -> int:

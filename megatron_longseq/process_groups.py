@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from .errors import UserError
+from .metp.runtime import MetpGroups
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,44 @@ def context_parallel_groups(context_parallel: int, timeout_seconds: float) -> Co
             f"context-parallel rank {rank} stands at place {place} of head groups x rings: "
             "Megatron orders its hierarchical groups otherwise than it cuts the sequence"
         )
-    gradients = _second_group(ring, timeout_seconds) if ring.size() > 1 else None
+    gradients = None
+    if ring.size() > 1:
+        gradients = _second_group(ring, timeout_seconds, "LONGSEQ_RING_GRADIENTS_GROUP")
     return ContextParallelGroups(
         head if head.size() > 1 else None, ring if ring.size() > 1 else None, gradients
     )
 
 
-def _second_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+def metp_groups(timeout_seconds: float) -> MetpGroups:
+    """Builds METP's groups of this rank from Megatron's. A collective call of the whole world.
+
+    Args:
+        timeout_seconds: limit of the waits on the groups that are made here.
+
+    The zigzag inside each context-parallel rank's tokens is, over all of them, the zigzag of
+    tensor x context parallel ranks, tensor parallel fastest: Megatron's order of that group.
+    """
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    context = parallel_state.get_context_parallel_group()
+    both = parallel_state.get_tensor_and_context_parallel_group()
+    place = context.rank() * tensor.size() + tensor.rank()
+    if both.rank() != place:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} stands at place {both.rank()} of tensor x context parallel "
+            f"ranks instead of {place}: Megatron orders that group otherwise"
+        )
+    return MetpGroups(
+        tensor=tensor,
+        weights=_second_group(tensor, timeout_seconds, "LONGSEQ_METP_WEIGHTS_GROUP"),
+        gradients=_second_group(tensor, timeout_seconds, "LONGSEQ_METP_GRADIENTS_GROUP"),
+        kv=_second_group(both, timeout_seconds, "LONGSEQ_METP_KV_GROUP"),
+        context=context if context.size() > 1 else None,
+    )
+
+
+def _second_group(
+    group: dist.ProcessGroup, timeout_seconds: float, description: str
+) -> dist.ProcessGroup:
     """Another group of the same ranks; every rank of the world makes all of them in one order."""
     mine = tuple(dist.get_process_group_ranks(group))
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
@@ -70,7 +102,7 @@ def _second_group(group: dist.ProcessGroup, timeout_seconds: float) -> dist.Proc
         made = parallel_state.create_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_seconds),
-            group_desc="LONGSEQ_RING_GRADIENTS_GROUP",
+            group_desc=description,
         )
         if ranks == mine:
             own = made

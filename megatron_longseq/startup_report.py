@@ -63,14 +63,20 @@ def describe_layers(models: list[torch.nn.Module]) -> list[str]:
 def _layer_kind(layer: TransformerLayer) -> tuple[str, ...]:
     attention = layer.self_attention
     core = getattr(attention, "core_attention", None)
-    method = f"attention {type(attention).__name__}"
-    if core is not None:
+    method = _described(attention, "attention")
+    if core is not None and not hasattr(attention, "describe"):
         method += f" with {describe_kernel(core)}"
     return (
         method,
-        f"MLP {type(layer.mlp).__name__}",
+        _described(layer.mlp, "MLP"),
         f"norm {type(layer.input_layernorm).__name__}",
     )
+
+
+def _described(module: torch.nn.Module, what: str) -> str:
+    """A module of ours describes itself; another is called by its class."""
+    describe = getattr(module, "describe", None)
+    return describe() if describe is not None else f"{what} {type(module).__name__}"
 
 
 def describe_kernel(core_attention: torch.nn.Module) -> str:

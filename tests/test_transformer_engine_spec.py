@@ -5,7 +5,7 @@ tests say which module stands where in the spec, and nothing about what it compu
 """
 
 
-def edited_spec_with_stubbed_transformer_engine():
+def edited_spec_with_stubbed_transformer_engine(method):
     from types import SimpleNamespace
 
     from megatron.core.extensions import transformer_engine
@@ -33,15 +33,21 @@ def edited_spec_with_stubbed_transformer_engine():
     assert isinstance(spec, ModuleSpec) and transformer_engine is not None
     model_config = SimpleNamespace(
         transformer=SimpleNamespace(
-            longseq_context_parallel="2d",
+            longseq_context_parallel="2d" if method == "2d" else "megatron",
+            longseq_tensor_parallel="metp" if method == "metp" else "megatron",
             context_parallel_size=1,
             longseq_attention_kernel="auto",
             longseq_comm_timeout_seconds=10.0,
         )
     )
+    if method == "metp":
+        # What the layers share needs process groups, which a spec does not.
+        vars(model_config)["_longseq_metp"] = SimpleNamespace()
+        layer_specs.compat.norm_of_transformer_engine = lambda: type("TE_norm", (), {})
     before = names(spec)
     after = names(layer_specs.edit_layer_spec(spec, model_config))
-    return before, after, TwoDCoreAttentionBuilder.__name__
+    keys = spec.submodules.sharded_state_dict_keys_map
+    return before, after, TwoDCoreAttentionBuilder.__name__, keys
 
 
 def names(spec, path=""):
@@ -64,8 +70,8 @@ def names(spec, path=""):
 
 
 def test_only_core_attention_changes_in_the_transformer_engine_spec(megatron_ranks):
-    before, after, ours = megatron_ranks.run(
-        edited_spec_with_stubbed_transformer_engine, world_size=1
+    before, after, ours, _ = megatron_ranks.run(
+        edited_spec_with_stubbed_transformer_engine, world_size=1, args=("2d",)
     )[0]
     changed = {path for path in before | after if before.get(path) != after.get(path)}
     assert len(changed) == 1
@@ -73,3 +79,20 @@ def test_only_core_attention_changes_in_the_transformer_engine_spec(megatron_ran
     assert path.endswith("self_attention.submodules.core_attention")
     assert before[path] == "TE_core_attention" and after[path] == ours
     assert sum(name.startswith("TE_") for name in after.values()) >= 4
+
+
+def test_metp_takes_the_norms_of_transformer_engine_and_linear_layers_of_its_own(megatron_ranks):
+    before, after, _, _ = megatron_ranks.run(
+        edited_spec_with_stubbed_transformer_engine, world_size=1, args=("metp",)
+    )[0]
+    assert before[".submodules.input_layernorm"] == "IdentityOp", "TE fuses it with linear_qkv"
+    expected = {
+        ".submodules.input_layernorm": "TE_norm",
+        ".submodules.pre_mlp_layernorm": "TE_norm",
+        ".submodules.self_attention.module": "METPSelfAttention",
+        ".submodules.self_attention.submodules.linear_qkv": "ColumnShardLinear",
+        ".submodules.self_attention.submodules.linear_proj": "RowShardLinear",
+        ".submodules.self_attention.submodules.core_attention": "METPCoreAttentionBuilder",
+        ".submodules.mlp": "METPMLPBuilder",
+    }
+    assert {path: after.get(path) for path in expected} == expected

@@ -3,7 +3,7 @@
 from .aten_kernel import AtenKernel
 from .block_kernels import BlockKernel, choose_kernel, kernels
 from .online_softmax import OnlineSoftmax, merge_
-from .ring_attention import ring_attention_backward, ring_attention_forward
+from .ring_attention import ring_attention, ring_attention_backward, ring_attention_forward
 
 __all__ = [
     "AtenKernel",
@@ -12,6 +12,7 @@ __all__ = [
     "choose_kernel",
     "kernels",
     "merge_",
+    "ring_attention",
     "ring_attention_backward",
     "ring_attention_forward",
 ]

@@ -9,13 +9,55 @@ Per rank and pass, with ring size R: ``R - 1`` hops of K and V forward; ``R - 1`
 two for dK and dV, one block's partial results.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..communication.ring import Ring, accumulation_dtype
 from ..token_layout import ZigzagGrid
 from .block_kernels import BlockKernel
 from .online_softmax import OnlineSoftmax
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ring: Ring,
+    kernel: BlockKernel,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """:func:`ring_attention_forward` with its gradients; returns the output alone."""
+    return _RingAttention.apply(query, key, value, ring, kernel, causal, scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ring: Ring,
+        kernel: BlockKernel,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        how = {"ring": ring, "kernel": kernel, "causal": causal, "scale": scale}
+        out, lse = ring_attention_forward(query, key, value, **how)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ring_attention_backward(out_gradient, *ctx.saved_tensors, **ctx.how)
+        return *gradients, None, None, None, None
 
 
 def ring_attention_forward(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..gpt_training import GPTTraining
+from ..token_layout import zigzag_tokens
 from .pieces import Piece, fill_parameters, parameter_pieces
 
 # Modules of which a pipeline stage has a part: their output is another thing on each stage.
@@ -269,10 +270,11 @@ def local_positions(args: Any, *, sequence_parallel: bool) -> Tensor:
     group = mpu.get_context_parallel_group()
     part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
     positions = part["position_ids"][0]
-    if sequence_parallel:
-        ranks = mpu.get_tensor_model_parallel_world_size()
-        positions = positions.chunk(ranks)[mpu.get_tensor_model_parallel_rank()]
-    return positions
+    ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if args.longseq_tensor_parallel == "metp":
+        order = [zigzag_tokens(each, ranks, len(positions)) for each in range(ranks)]
+        return positions[order[rank] if sequence_parallel else torch.cat(order)]
+    return positions.chunk(ranks)[rank] if sequence_parallel else positions
 
 
 def global_module_name(model: torch.nn.Module, name: str) -> str:
