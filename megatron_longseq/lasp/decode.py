@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..token_layout import SegmentChain
-from .inputs import check_inputs, check_modes
+from .inputs import Inputs
 from .normalizer import divide_by_last, with_ones
 from .segments import Segments
 
@@ -47,19 +47,8 @@ def decode(
     Raises:
         UserError: the inputs do not fit.
     """
-    check_inputs(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        state,
-        chain=SegmentChain(1, "contiguous"),
-        scale=scale,
-        normalize=normalize,
-        values=False,
-    )
-    check_modes(causal=True, normalize=normalize, batch=q.shape[0], beta=beta)
+    inputs = Inputs(q, k, v, log_decay, beta, state, scale=scale, normalize=normalize)
+    inputs.check(SegmentChain(1, "contiguous"), values=False)
     segments = Segments(q[:, None], k[:, None], v[:, None])
     dtype, heads = segments.state_dtype, segments.state_heads
     value = with_ones(v) if normalize else v

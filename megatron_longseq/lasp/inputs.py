@@ -1,6 +1,7 @@
 """What linear attention can work with; everything else stops with the rule and what would work."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -13,138 +14,141 @@ from .chunk_kernels import SUPPORTED_DTYPES
 AXES = ("batch", "tokens", "heads", "width")
 
 
-def describe_inputs(**tensors: Tensor | None) -> dict[str, object]:
-    """What must be equal on all ranks, by the name it has in an error message."""
-    fields: dict[str, object] = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            fields[name] = "none"
-            continue
-        if tensor.dim() == len(AXES) and name in ("query", "key", "value"):
-            fields |= {
-                f"{name} {axis}": size for axis, size in zip(AXES, tensor.shape, strict=True)
-            }
-        else:
-            fields[f"{name} shape"] = tuple(tensor.shape)
-        fields[f"{name} dtype"] = tensor.dtype
-        fields[f"{name} requires a gradient"] = torch.is_grad_enabled() and tensor.requires_grad
-    return fields
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a call; see :func:`~megatron_longseq.lasp.linear_attention`."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    cu_seqlens: Tensor | Sequence[int] | None = None
+    scale: float = 1.0
+    normalize: bool = False
+    causal: bool = True
 
-def check_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    *,
-    chain: SegmentChain,
-    scale: float,
-    normalize: bool,
-    values: bool,
-) -> None:
-    """Checks shapes, dtypes, the division of heads and, if ``values``, the decay.
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for fp64."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    Raises:
-        UserError: naming the argument, the value, the rule and the nearest values that would work.
-    """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Those arguments that are tensors or may be, by name, but for ``cu_seqlens``."""
+        names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self) -> dict[str, object]:
+        """What must be equal on all ranks, by the name it has in an error message."""
+        fields: dict[str, object] = {}
+        gradients = False
+        for name, tensor in self.tensors().items():
+            if tensor is None:
+                fields[name] = "none"
+                continue
+            wanted = torch.is_grad_enabled() and tensor.requires_grad
+            gradients |= wanted
+            if tensor.dim() == len(AXES) and name in ("query", "key", "value"):
+                fields |= {
+                    f"{name} {axis}": size for axis, size in zip(AXES, tensor.shape, strict=True)
+                }
+            else:
+                fields[f"{name} shape"] = tuple(tensor.shape)
+            fields[f"{name} dtype"] = tensor.dtype
+            # A state may come from another call, which made it differentiable on one rank only.
+            if name != "initial_state":
+                fields[f"{name} requires a gradient"] = wanted
+        # All ranks take part in backward, or none.
+        fields["some input requires a gradient"] = gradients
+        for name in ("output_final_state", "scale", "normalize", "causal"):
+            fields[name] = getattr(self, name)
+        return fields
+
+    def check(self, chain: SegmentChain, *, values: bool) -> None:
+        """Checks all but ``cu_seqlens``, and the numbers in ``log_decay`` only if ``values``.
+
+        Raises:
+            UserError: naming the argument, the value, the rule and the nearest values that work.
+        """
+        self._check_tensors(chain)
+        _check_heads(self.query.shape[2], self.key.shape[2], self.value.shape[2])
+        _check_gates(self.key, self.value, self.log_decay, self.beta, values)
+        if self.initial_state is not None:
+            _check_state(self.initial_state, self.key, self.value, self.normalize)
+        self._check_modes()
+
+    def _check_tensors(self, chain: SegmentChain) -> None:
+        query, key, value = self.query, self.key, self.value
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4 or 0 in tensor.shape:
+                raise UserError(
+                    f"{name} of shape {tuple(tensor.shape)}: expected [batch, tokens, heads, "
+                    "width], none of them 0"
+                )
+            if tensor.dtype != query.dtype or tensor.device != query.device:
+                raise UserError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
+                    f"{query.device}; they must agree"
+                )
+        if query.dtype not in SUPPORTED_DTYPES:
+            names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+            raise UserError(f"query is {query.dtype}; linear attention works in {names}")
+        if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
             raise UserError(
-                f"{name} of shape {tuple(tensor.shape)}: expected [batch, tokens, heads, width], "
-                "none of them 0"
+                f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must "
+                "have the same batch, tokens and width"
             )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+        if key.shape[:2] != value.shape[:2]:
             raise UserError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
-                f"{query.device}; they must agree"
+                f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} must "
+                "have the same batch and tokens"
             )
-    if query.dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
-        raise UserError(f"query is {query.dtype}; linear attention works in {names}")
-    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
-        raise UserError(
-            f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must have "
-            "the same batch, tokens and width"
-        )
-    if key.shape[:2] != value.shape[:2]:
-        raise UserError(
-            f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} must have "
-            "the same batch and tokens"
-        )
-    if key.shape[1] % chain.segments_per_rank:
-        tokens = key.shape[1]
-        raise UserError(
-            f"{tokens} tokens on each rank: the zigzag layout gives a rank two segments of equal "
-            f"length, so it must be even; nearest: {[tokens - 1, tokens + 1]}"
-        )
-    if not isfinite(scale):
-        raise UserError(f"scale={scale} must be a finite number")
-    _check_heads(query.shape[2], key.shape[2], value.shape[2])
-    _check_gates(key, value, log_decay, beta, values)
-    if initial_state is not None:
-        _check_state(initial_state, key, value, normalize)
+        if key.shape[1] % chain.segments_per_rank:
+            tokens = key.shape[1]
+            raise UserError(
+                f"{tokens} tokens on each rank: the zigzag layout gives a rank two segments of "
+                f"equal length, so it must be even; nearest: {[tokens - 1, tokens + 1]}"
+            )
+        if not isfinite(self.scale):
+            raise UserError(f"scale={self.scale} must be a finite number")
 
-
-def check_modes(
-    *,
-    causal: bool,
-    normalize: bool,
-    batch: int,
-    beta: Tensor | None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-) -> None:
-    """Checks which arguments go together.
-
-    Raises:
-        UserError: naming the two that do not, and why.
-    """
-    if not causal and beta is not None:
-        raise UserError(
-            "causal=False with beta: the delta rule depends on the order of the tokens; leave out "
-            "beta, or keep causal=True"
-        )
-    if not causal and (initial_state is not None or output_final_state):
-        raise UserError(
-            "causal=False with initial_state or output_final_state: without an order there is no "
-            "state before or after the sequence"
-        )
-    if normalize and beta is not None:
-        raise UserError(
-            "normalize=True with beta: the sum of decayed weights is not a denominator under the "
-            "delta rule, which also erases; leave out one of them"
-        )
-    if cu_seqlens is not None and batch != 1:
-        raise UserError(
-            f"cu_seqlens with a batch of {batch}: packed documents need batch 1; lay the "
-            "sequences one behind the other"
-        )
+    def _check_modes(self) -> None:
+        """Which arguments go together."""
+        batch = self.query.shape[0]
+        if not self.causal and self.beta is not None:
+            raise UserError(
+                "causal=False with beta: the delta rule depends on the order of the tokens; leave "
+                "out beta, or keep causal=True"
+            )
+        if not self.causal and (self.initial_state is not None or self.output_final_state):
+            raise UserError(
+                "causal=False with initial_state or output_final_state: without an order there is "
+                "no state before or after the sequence"
+            )
+        if self.normalize and self.beta is not None:
+            raise UserError(
+                "normalize=True with beta: the sum of decayed weights is not a denominator under "
+                "the delta rule, which also erases; leave out one of them"
+            )
+        if self.cu_seqlens is not None and batch != 1:
+            raise UserError(
+                f"cu_seqlens with a batch of {batch}: packed documents need batch 1; lay the "
+                "sequences one behind the other"
+            )
 
 
 def _check_heads(query: int, key: int, value: int) -> None:
-    if key % query and query % key:
+    grouped_values = query == key and value % key == 0
+    grouped_queries = key == value and query % key == 0
+    if not grouped_values and not grouped_queries:
         raise UserError(
-            f"{key} key heads and {query} query heads: one must divide the other; nearest numbers "
-            f"of key heads that divide the query's: {nearest_values(key, divisors(query))}"
+            f"{query} query, {key} key and {value} value heads: either query and key have the same "
+            "number, which divides that of the value (grouped values), or key and value have the "
+            "same, which divides that of the query (grouped queries); nearest numbers of key and "
+            f"value heads for {query} query heads: {nearest_values(key, divisors(query))}"
         )
-    if query < key:
-        raise UserError(
-            f"{query} query heads are fewer than {key} key heads: a state without a query is never "
-            f"read; give {key} query heads, or at most {query} key heads"
-        )
-    if query == key and value % key == 0:
-        return
-    if query > key and value == key:
-        return
-    raise UserError(
-        f"{query} query, {key} key and {value} value heads: either query and key have the same "
-        "number, which divides that of the value (grouped values), or key and value have the same "
-        f"number, which divides that of the query (grouped queries); nearest: {query} query, "
-        f"{query} key and {query} value heads, or {query}, {key} and {key}"
-    )
 
 
 def _check_gates(

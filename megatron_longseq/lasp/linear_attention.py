@@ -16,7 +16,6 @@ are in ``docs/lasp-operator.md``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,27 +32,10 @@ from ..token_layout import Layout, SegmentChain
 from .bidirectional import BidirectionalFunction
 from .chunk_kernels import ChunkKernel, choose_kernel
 from .documents import Documents, boundaries_of, describe_boundaries
-from .inputs import check_inputs, check_modes, describe_inputs
+from .inputs import Inputs
 from .normalizer import divide_by_last, with_ones
 from .passes import LinearAttentionFunction, Plan
 from .segments import Segments
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The checked arguments of a call."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor | None
-    beta: Tensor | None
-    initial_state: Tensor | None
-    boundaries: list[int] | None
-    kernel: ChunkKernel
-    scale: float
-    normalize: bool
-    output_final_state: bool
 
 
 class LinearAttentionOperator:
@@ -140,7 +122,7 @@ class LinearAttentionOperator:
         causal: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Linear attention of this rank's tokens; see :func:`linear_attention`."""
-        call = self._prepare(
+        inputs = Inputs(
             query,
             key,
             value,
@@ -153,30 +135,39 @@ class LinearAttentionOperator:
             normalize,
             causal,
         )
-        value = with_ones(value) if normalize else value
-        one_way = causal and not normalize
-        out_dtype = query.dtype if one_way else _sum_dtype(query)
-        if causal:
-            out, final = self._run(call, value, out_dtype)
-        else:
-            out, final = self._both_ways(call, value, out_dtype), None
-        if normalize:
-            out = divide_by_last(out, query.dtype)
-        return out.to(query.dtype), final
+        return self._attend(inputs, None)
 
-    def _run(
-        self, call: _Call, value: Tensor, out_dtype: torch.dtype, *, reverse: bool = False
+    def _attend(self, inputs: Inputs, problem: UserError | None) -> tuple[Tensor, Tensor | None]:
+        kernel, boundaries = self._prepare(inputs, problem)
+        value = with_ones(inputs.value) if inputs.normalize else inputs.value
+        final: Tensor | None = None
+        if not inputs.causal:
+            out = self._both_ways(inputs, value, kernel, boundaries)
+        else:
+            dtype = inputs.sum_dtype if inputs.normalize else inputs.query.dtype
+            out, final = self._one_way(inputs, value, kernel, boundaries, dtype)
+        if inputs.normalize:
+            out = divide_by_last(out, inputs.query.dtype)
+        return out.to(inputs.query.dtype), final
+
+    def _one_way(
+        self,
+        inputs: Inputs,
+        value: Tensor,
+        kernel: ChunkKernel,
+        boundaries: list[int] | None,
+        out_dtype: torch.dtype,
+        *,
+        reverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """One pass along the chain, in time or against it."""
         chain, position = self.chain, self.place.position
-        total = call.key.shape[1] * self.place.size
-        documents = Documents.of(
-            call.boundaries, chain, position, total, call.key.device, reverse=reverse
-        )
+        total, device = inputs.key.shape[1] * self.place.size, inputs.key.device
+        documents = Documents.of(boundaries, chain, position, total, device, reverse=reverse)
         positions = chain.positions(position)
         holder, _ = chain.holder(chain.length - 1)
         plan = Plan(
-            kernel=call.kernel,
+            kernel=kernel,
             scan=self.scan if documents.connected else None,
             collectives=self._collectives,
             segments=chain.segments_per_rank,
@@ -184,132 +175,77 @@ class LinearAttentionOperator:
             last=positions.index(chain.length - 1) if position == holder else None,
             last_holder=holder,
             starts=documents.starts,
-            scale=call.scale,
+            scale=inputs.scale,
             reverse=reverse,
             out_dtype=out_dtype,
-            output_final_state=call.output_final_state,
+            output_final_state=inputs.output_final_state,
         )
         return LinearAttentionFunction.apply(
-            call.query, call.key, value, call.log_decay, call.beta, call.initial_state, plan
+            inputs.query,
+            inputs.key,
+            value,
+            inputs.log_decay,
+            inputs.beta,
+            inputs.initial_state,
+            plan,
         )
 
-    def _both_ways(self, call: _Call, value: Tensor, out_dtype: torch.dtype) -> Tensor:
-        if call.log_decay is None and not set(call.boundaries or ()) - {0, self._total(call)}:
+    def _both_ways(
+        self, inputs: Inputs, value: Tensor, kernel: ChunkKernel, boundaries: list[int] | None
+    ) -> Tensor:
+        """The output in the dtype of the sums."""
+        dtype = inputs.sum_dtype
+        if inputs.log_decay is None and len(set(boundaries or ())) <= 2:  # one document
             return BidirectionalFunction.apply(
-                call.query, call.key, value, self._collectives, call.scale, out_dtype
+                inputs.query, inputs.key, value, self._collectives, inputs.scale, dtype
             )
-        forward, _ = self._run(call, value, out_dtype)
-        backward, _ = self._run(call, value, out_dtype, reverse=True)
+        forward, _ = self._one_way(inputs, value, kernel, boundaries, dtype)
+        backward, _ = self._one_way(inputs, value, kernel, boundaries, dtype, reverse=True)
         # Both ways count a token's own write.
-        return forward + backward - _own_write(call, value).to(out_dtype)
-
-    def _total(self, call: _Call) -> int:
-        return call.key.shape[1] * self.place.size
+        return forward + backward - _own_write(inputs, value)
 
     def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        cu_seqlens: Tensor | Sequence[int] | None,
-        scale: float,
-        normalize: bool,
-        causal: bool,
-    ) -> _Call:
+        self, inputs: Inputs, problem: UserError | None
+    ) -> tuple[ChunkKernel, list[int] | None]:
         """Checks the inputs, here and across the ranks; all ranks raise or none does."""
-        problem: UserError | None = None
         boundaries: list[int] | None = None
         kernel: ChunkKernel | None = None
-        try:
-            check_inputs(
-                query,
-                key,
-                value,
-                log_decay,
-                beta,
-                initial_state,
-                chain=self.chain,
-                scale=scale,
-                normalize=normalize,
-                values=self._check_values,
-            )
-            check_modes(
-                causal=causal,
-                normalize=normalize,
-                batch=query.shape[0],
-                beta=beta,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                cu_seqlens=cu_seqlens,
-            )
-            if cu_seqlens is not None:
-                boundaries = boundaries_of(cu_seqlens, key.shape[1] * self.place.size)
-            kernel = self._choose(query, key, value, log_decay, beta)
-        except UserError as error:
-            problem = error
+        if problem is None:
+            try:
+                inputs.check(self.chain, values=self._check_values)
+                if inputs.cu_seqlens is not None:
+                    total = inputs.key.shape[1] * self.place.size
+                    boundaries = boundaries_of(inputs.cu_seqlens, total)
+                kernel = self._choose(inputs)
+            except UserError as error:
+                problem = error
         if self._check_agreement:
             backend = self._backend if isinstance(self._backend, str) else self._backend.name
-            self._agreement.verify(
-                describe_inputs(
-                    query=query,
-                    key=key,
-                    value=value,
-                    log_decay=log_decay,
-                    beta=beta,
-                    initial_state=initial_state,
-                )
-                | {
-                    "layout": self.layout,
-                    "schedule": self.scan.schedule,
-                    "cu_seqlens": describe_boundaries(boundaries),
-                    "scale": scale,
-                    "normalize": normalize,
-                    "causal": causal,
-                    "output_final_state": output_final_state,
-                    "backend": kernel.name if kernel else backend,
-                    "problem": problem or "none",
-                }
-            )
+            options = {
+                "layout": self.layout,
+                "schedule": self.scan.schedule,
+                "cu_seqlens": describe_boundaries(boundaries),
+                "backend": kernel.name if kernel else backend,
+                "problem": problem or "none",
+            }
+            self._agreement.verify(inputs.describe() | options)
         if problem is not None:
             raise problem
         assert kernel is not None
-        return _Call(
-            query,
-            key,
-            value,
-            log_decay,
-            beta,
-            initial_state,
-            boundaries,
-            kernel,
-            scale,
-            normalize,
-            output_final_state,
-        )
+        return kernel, boundaries
 
-    def _choose(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-    ) -> ChunkKernel:
+    def _choose(self, inputs: Inputs) -> ChunkKernel:
         if not isinstance(self._backend, str):
             return self._backend
 
-        def cut(tensor: Tensor) -> Tensor:
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or tensor.dim() == 1:
+                return tensor
             return tensor.unflatten(1, (self.chain.segments_per_rank, -1))
 
-        gate = log_decay if log_decay is None or log_decay.dim() == 1 else cut(log_decay)
-        segments = Segments(
-            cut(query), cut(key), cut(value), gate, None if beta is None else cut(beta)
-        )
-        return choose_kernel(self._backend, segments)
+        names = ("query", "key", "value", "log_decay", "beta")
+        tensors: dict[str, Any] = {name: cut(getattr(inputs, name)) for name in names}
+        return choose_kernel(self._backend, Segments(**tensors))
 
 
 def linear_attention(
@@ -378,32 +314,33 @@ def linear_attention(
     Source:
         LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563; see ``docs/lasp-operator.md``.
     """
-    operator = LinearAttentionOperator(group, layout=layout, schedule=schedule, backend=backend)
-    return operator(
+    inputs = Inputs(
         q,
         k,
         v,
-        log_decay=log_decay,
-        beta=beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        normalize=normalize,
-        causal=causal,
+        log_decay,
+        beta,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        scale,
+        normalize,
+        causal,
     )
+    problem: UserError | None = None
+    try:
+        operator = LinearAttentionOperator(group, layout=layout, schedule=schedule, backend=backend)
+    except UserError as error:
+        # The other ranks may know nothing of it: tell them where they compare their inputs.
+        problem, operator = error, LinearAttentionOperator(group)
+    return operator._attend(inputs, problem)
 
 
-def _sum_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-def _own_write(call: _Call, value: Tensor) -> Tensor:
+def _own_write(inputs: Inputs, value: Tensor) -> Tensor:
     """``scale (q_i . k_i) v_i``, in the dtype of the sums."""
-    dtype = _sum_dtype(call.query)
-    heads = max(call.query.shape[2], value.shape[2])
+    heads = max(inputs.query.shape[2], value.shape[2])
     query, key, value = (
-        tensor.to(dtype).repeat_interleave(heads // tensor.shape[2], 2)
-        for tensor in (call.query, call.key, value)
+        tensor.to(inputs.sum_dtype).repeat_interleave(heads // tensor.shape[2], 2)
+        for tensor in (inputs.query, inputs.key, value)
     )
-    return call.scale * (query * key).sum(-1, keepdim=True) * value
+    return inputs.scale * (query * key).sum(-1, keepdim=True) * value

@@ -1,7 +1,5 @@
 """Linear attention over ranks equals the recurrence: output, states, every gradient, every rank."""
 
-import pytest
-import torch
 import torch.distributed as dist
 from recurrences import EXACT, KINDS, PACKED, Case, errors, expected, small_operator
 
