@@ -176,17 +176,24 @@ def part(name, tensor, tokens):
     return tensor[:, tokens] if tensor.dim() > 2 and "state" not in name else tensor
 
 
-def errors(case, operator, group, layout, reference):
-    """Largest error by name, relative to the largest value of the whole sequence."""
-    data, out_gradient, state_gradient = case.inputs()
-    tokens, first, last = local(case, group, layout)
+def begin(case, operator, group, layout):
+    """The forward pass of this rank: its leaves by name, output and final state."""
+    data, _, _ = case.inputs()
+    tokens, first, _ = local(case, group, layout)
     leaves = {n: part(n, t, tokens).clone().requires_grad_() for n, t in data.items()}
     # A rank that reads no initial state must not look at it.
     if "initial_state" in leaves and not first:
         leaves["initial_state"] = torch.full_like(data["initial_state"], torch.nan).requires_grad_()
-    q, k, v = (leaves[name] for name in "qkv")
+    q, k, v, *_ = leaves.values()
     rest = {name: leaf for name, leaf in leaves.items() if name not in ("q", "k", "v")}
-    out, final = operator(q, k, v, **rest, **case.options())
+    return leaves, *operator(q, k, v, **rest, **case.options())
+
+
+def finish(case, begun, group, layout, reference):
+    """The backward pass: largest error by name, relative to the largest value of the sequence."""
+    leaves, out, final = begun
+    _, out_gradient, state_gradient = case.inputs()
+    tokens, first, last = local(case, group, layout)
     results, gradients = [out], [out_gradient[:, tokens]]
     actual, wanted = {"out": out.detach()}, {"out": reference["out"][:, tokens]}
     if case.states:
@@ -198,11 +205,10 @@ def errors(case, operator, group, layout, reference):
     found = torch.autograd.grad(results, list(leaves.values()), gradients)
     for name, gradient in zip(leaves, found, strict=True):
         full = reference[f"d {name}"]
-        if name == "log_decay" and case.kind == "constant":
+        if name == "log_decay" and case.kind == "constant" and group is not None:
             # The sum over ranks is data parallelism's.
-            if group is not None:
-                dist.all_reduce(gradient, group=group)
-        elif name == "initial_state" and not first:
+            dist.all_reduce(gradient, group=group)
+        if name == "initial_state" and not first:
             full = torch.zeros_like(full)
         actual[f"d {name}"], wanted[f"d {name}"] = gradient, part(f"d {name}", full, tokens)
     worst = {}
@@ -213,6 +219,11 @@ def errors(case, operator, group, layout, reference):
         # NaN compares as false with everything.
         assert worst[name] == worst[name], (name, "NaN")
     return worst
+
+
+def errors(case, operator, group, layout, reference):
+    """As :func:`finish`, forward and backward."""
+    return finish(case, begin(case, operator, group, layout), group, layout, reference)
 
 
 def small_operator(group, layout="zigzag", **options):
