@@ -184,9 +184,12 @@ class StartupLines:
     source: str
 
     def __call__(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        from .startup_report import describe_groups, describe_layers
+        from .startup_report import describe_groups, describe_layers, describe_overlap
 
         groups = describe_groups()  # every rank takes part: it gathers
+        # Of the trainer's micro-batches nothing is known here; one sequence is the least.
+        length = getattr(models[0], "max_sequence_length", 0)
+        groups += describe_overlap(models, length, 1)
         if dist.get_rank() == 0:
             config: Any = models[0].config
             shown = " ".join(

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
 from .config import factorisation
+from .metp.overlap import LayerShape, describe, gradient_bytes, measure
+from .metp.self_attention import METPSelfAttention
+from .softmax.block_kernels import choose_kernel
 
 # Rows longer than this are cut in the middle: a thousand ranks need no thousand numbers.
 _SHOWN_GROUPS = 4
@@ -23,14 +27,16 @@ _SHOWN_RANKS = 8
 
 def print_report_hook(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """A ``pre_wrap_hook`` of Megatron's model config: prints the report, returns the models."""
+    args = get_args()
     groups = describe_groups()  # every rank takes part: it gathers
+    groups += describe_overlap(models, args.seq_length, args.micro_batch_size)  # and this measures
     if dist.get_rank() == 0:
         print("\n".join(report_lines(models, groups)), flush=True)
     return models
 
 
 def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
-    """The report, one string a line."""
+    """The report, one string a line; ``groups`` are the lines that all ranks have to make."""
     args = get_args()
     config: Any = models[0].config
     device = "CPU over gloo" if cpu_platform.is_installed() else torch.cuda.get_device_name()
@@ -113,10 +119,55 @@ def describe_groups() -> list[str]:
     return lines or ["one process, no groups"]
 
 
+def describe_overlap(models: list[torch.nn.Module], seq_length: int, micro_batch: int) -> list[str]:
+    """Which of METP's loops this machine hides behind compute. Collective: it measures."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, METPSelfAttention):
+                return _overlap_of(module, model, seq_length, micro_batch)
+    return []
+
+
+def _overlap_of(
+    attention: METPSelfAttention, model: Any, seq_length: int, micro_batch: int
+) -> list[str]:
+    config, runtime = attention.config, attention.runtime
+    weight = attention.linear_qkv.weight
+    token_ranks = runtime.attention.kv_ring.size
+    shape = LayerShape(
+        rows=seq_length // token_ranks,
+        batch=micro_batch,
+        hidden=config.hidden_size,
+        query_width=config.num_attention_heads * config.kv_channels,
+        kv_width=config.num_query_groups * config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        vocabulary=model.vocab_size,
+        gated=config.gated_linear_unit,
+        weight_ranks=runtime.place.size,
+        token_ranks=token_ranks,
+        shards_per_step=runtime.shards_per_step,
+        causal=attention.attn_mask_type is AttnMaskType.causal,
+        element_bytes=weight.element_size(),
+        gradient_bytes=gradient_bytes(weight.dtype),
+    )
+    machine = measure(
+        shape,
+        ring=runtime.chain.ring,
+        kernel=choose_kernel(runtime.kernel, weight.dtype, weight.device),
+        head_width=config.kv_channels,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    return describe(shape, machine)
+
+
 def describe_factorisation(config: Any) -> list[str]:
     """Why the head-parallel size of 2D attention is what it is."""
     if config.longseq_context_parallel != "2d" or config.context_parallel_size == 1:
         return []
+    if config.longseq_tensor_parallel == "metp":
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        return [f"METP: keys and values of {ranks} ranks, tensor x context parallel, in one ring"]
     default = factorisation(config, None)
     size = config.longseq_head_parallel_size or default.head_parallel
     if size == default.head_parallel:
