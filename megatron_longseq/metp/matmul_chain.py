@@ -31,7 +31,7 @@ from ..communication.buffers import BufferPool
 from ..communication.groups import GroupPlace
 from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
-from ..errors import UserError, check_at_least_one
+from ..errors import UserError
 from .products import Activation, add_product, returned_gradient, row_tiles
 
 
@@ -143,13 +143,15 @@ def ring_matmul_chain(
     Source:
         P. Liang et al., FITEE 26(5), 2025, doi 10.1631/FITEE.2400602 (METP).
     """
-    check_at_least_one("tiles", tiles)
-    problem = _misfit(a, b, c, bias, f)
+    # Whatever one rank finds, all must learn: the others would wait for it.
+    problem = _misfit(a, b, c, bias, f, tiles)
+    trained = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (b, c, bias)]
     GridAgreement(GroupPlace.of(None), GroupPlace.of(group), timeout_seconds).verify(
         {
             "b": (tuple(b.shape), b.dtype),
             "c": (tuple(c.shape), c.dtype),
             "bias": None if bias is None else (tuple(bias.shape), bias.dtype),
+            "b, c and bias need gradients": trained,
             "problem": problem or "none",
         }
     )
@@ -159,8 +161,12 @@ def ring_matmul_chain(
     return chain(a, b.t(), c.t(), f=f, bias=bias, tiles=tiles)
 
 
-def _misfit(a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, f: Activation) -> str | None:
+def _misfit(
+    a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, f: Activation, tiles: int
+) -> str | None:
     """What is wrong with the inputs of :func:`ring_matmul_chain` on this rank."""
+    if tiles < 1:
+        return f"tiles {tiles}: must be at least 1"
     tensors = [t for t in (a, b, c, bias) if t is not None]
     if len({(t.dtype, t.device) for t in tensors}) > 1:
         shown = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
@@ -173,12 +179,17 @@ def _misfit(a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, f: Activation)
         return f"a has {a.shape[-1]} columns and b {b.shape[0]} rows; they must be equal"
     if bias is not None and bias.shape != b.shape[1:]:
         return f"bias has shape {tuple(bias.shape)}; b has {b.shape[1]} columns"
-    with torch.no_grad():
-        width = f(b.new_zeros(1, b.shape[1])).shape
-    if tuple(width) != (1, c.shape[0]):
+    try:
+        with torch.no_grad():
+            inner = f(b.new_zeros(1, b.shape[1]))
+    except Exception as error:
+        return f"f cannot be applied to [1, {b.shape[1]}]: {type(error).__name__}: {error}"
+    if not isinstance(inner, Tensor):
+        return f"f must return a tensor, not {type(inner).__name__}"
+    if inner.shape != (1, c.shape[0]):
         return (
-            f"f maps [n, {b.shape[1]}] to [n, {width[-1]}], but c has {c.shape[0]} rows; "
-            "they must be equal"
+            f"f maps [1, {b.shape[1]}] to {list(inner.shape)}; it must be [1, {c.shape[0]}], "
+            f"since c has {c.shape[0]} rows"
         )
     return None
 
