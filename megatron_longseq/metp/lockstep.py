@@ -27,7 +27,7 @@ SHARD_BROADCAST = Stream("weight shards", 0)
 SHARD_REDUCE = Stream("weight gradients", 0)
 
 
-class _Collectives:
+class Collectives:
     """Collective calls of one step that are in flight, and the host's wait for them."""
 
     def __init__(
@@ -133,7 +133,7 @@ class ShardBroadcast:
         steps = self.place.size // per_step
         sets: list[list[Slot]] = []
         own = Slot.to_send(self._pool, shard)
-        flights: list[_Collectives] = []
+        flights: list[Collectives] = []
         try:
             received = per_step if self.place.size > 1 else 0
             for _ in range(min(2, steps)):
@@ -165,8 +165,8 @@ class ShardBroadcast:
         owners = range(step * per_step, (step + 1) * per_step)
         return list(zip(owners, slots or [own] * per_step, strict=True))
 
-    def _start(self, step: int, per_step: int, own: Slot, slots: list[Slot]) -> _Collectives:
-        flight = _Collectives(
+    def _start(self, step: int, per_step: int, own: Slot, slots: list[Slot]) -> Collectives:
+        flight = Collectives(
             self.place,
             SHARD_BROADCAST,
             self.timeout_seconds,
@@ -214,12 +214,14 @@ class OwnerReduce:
         self._kinds = [(t.shape, dtype or accumulation_dtype(t.dtype)) for t in like]
         self._device = like[0].device
         self._timeout_seconds = timeout_seconds
-        self._slots: list[tuple[Slot, _Collectives | None, int]] = []
+        self._slots: list[tuple[Slot, Collectives | None, int]] = []
         self._home: tuple[Tensor, ...] | None = None
 
     def __enter__(self) -> "OwnerReduce":
-        for _ in range(2 if self.place.size > 1 else 1):
-            buffers = self._pool.lease_all(self._kinds, self._device)
+        sets, each = 2 if self.place.size > 1 else 1, len(self._kinds)
+        leased = self._pool.lease_all(self._kinds * sets, self._device)
+        for first in range(0, sets * each, each):
+            buffers = leased[first : first + each]
             self._slots.append((Slot([b.tensor for b in buffers], buffers), None, -1))
         return self
 
@@ -237,17 +239,19 @@ class OwnerReduce:
             owner: place in the group.
             parts: this rank's part of each of the shard's tensors, of any floating dtype.
         """
-        slot, earlier, owned = self._slots.pop(0)
+        slot, earlier, owned = self._slots[0]
         self._finish(slot, earlier, owned)
         for total, part in zip(slot.tensors, parts, strict=True):
             total.copy_(part)
-        flight = _Collectives(
+        flight = Collectives(
             self.place,
             SHARD_REDUCE,
             self._timeout_seconds,
             f"step {owner + 1} of {self.place.size}",
             f"sum at rank {self.place.ranks[owner]}",
         )
+        # Before anything is posted, so that an error finds all that is in flight.
+        self._slots = [*self._slots[1:], (slot, flight, owner)]
         if self.place.size > 1:
             for total in slot.tensors:
                 flight.post(
@@ -255,7 +259,6 @@ class OwnerReduce:
                         total, self.place.ranks[owner], group=self.place.group, async_op=True
                     )
                 )
-        self._slots.append((slot, flight, owner))
 
     def home(self) -> tuple[Tensor, ...]:
         """The finished sums of this rank's own shard, in the dtype they were made in."""
@@ -266,7 +269,7 @@ class OwnerReduce:
             raise RuntimeError("no gradient has been added for the shard of this rank")
         return self._home
 
-    def _finish(self, slot: Slot, flight: _Collectives | None, owner: int) -> None:
+    def _finish(self, slot: Slot, flight: Collectives | None, owner: int) -> None:
         if flight is None:
             return
         flight.wait()
