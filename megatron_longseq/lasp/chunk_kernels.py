@@ -12,6 +12,7 @@ the incoming state through the segment's own outputs. Shapes, and the meaning of
 :mod:`.segments`; states are ``[b, m, h, d, e]`` in fp32 (fp64 for fp64).
 
     torch       plain torch, in chunks of 64 tokens: any kind of gate, dtype and device
+    triton      fused Triton kernels for CUDA: any kind of gate but the delta rule, not in fp64
 """
 
 from typing import Protocol
@@ -23,6 +24,7 @@ from ..errors import UserError
 from .recurrence import Affine
 from .segments import Gradients, Segments
 from .torch_kernels import TorchKernel
+from .triton_kernels import TritonKernel
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,7 +112,8 @@ class ChunkKernel(Protocol):
 
 def kernels() -> dict[str, ChunkKernel]:
     """All kernels by name, the preferred one first."""
-    known: tuple[ChunkKernel, ...] = (TorchKernel(),)
+    # The one of Triton is tested interpreted; it is to be asked for until it has run on a GPU.
+    known: tuple[ChunkKernel, ...] = (TorchKernel(), TritonKernel())
     return {kernel.name: kernel for kernel in known}
 
 

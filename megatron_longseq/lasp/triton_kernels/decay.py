@@ -1,0 +1,116 @@
+"""The gates of runs of tokens as the Triton kernels take them, and what follows for whole chunks.
+
+Plain torch: these tensors are a width smaller than keys and values.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Decay:
+    """The gates of runs of tokens, and what follows from them for whole chunks.
+
+    Attributes:
+        log: ``[B, n, h]`` or ``[B, n, h, d]``, at most 0; a constant is a view of the first.
+        chunk: tokens per chunk, a power of two from 16.
+        dtype: of states and sums: fp32, or fp64 for fp64.
+        documents: ``[B, n + 1]`` int32, >= 0 and ascending: which document the token before the run
+            and each of its tokens belong to; ``None`` if all belong to one.
+    """
+
+    log: Tensor
+    chunk: int
+    dtype: torch.dtype
+    documents: Tensor | None = None
+
+    @property
+    def per_channel(self) -> bool:
+        return self.log.dim() == 4
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.log.shape[1] // self.chunk)
+
+    @cached_property
+    def chunk_totals(self) -> Tensor:
+        """Log decay of each chunk, ``[B, h, chunks]`` or ``[B, h, chunks, d]``, fp32 or fp64."""
+        log = self.log.to(self.dtype)
+        padding = (0, 0) * (log.dim() - 2) + (0, self.chunks * self.chunk - log.shape[1])
+        return pad(log, padding).unflatten(1, (self.chunks, self.chunk)).sum(2).transpose(1, 2)
+
+    @cached_property
+    def transitions(self) -> Tensor:
+        """A of each chunk, in the shape of :attr:`chunk_totals`; 0 where a document starts."""
+        transitions = self.chunk_totals.exp()
+        if self.documents is not None:
+            starts = torch.arange(self.chunks, device=self.log.device) * self.chunk
+            ends = (starts + self.chunk).clamp(max=self.log.shape[1])
+            uncut = (self.documents[:, starts] == self.documents[:, ends]).unsqueeze(1)
+            transitions = transitions * (uncut.unsqueeze(-1) if self.per_channel else uncut)
+        return transitions.contiguous()
+
+    @cached_property
+    def transition(self) -> Tensor:
+        """A of the whole run, ``[B, h]`` or ``[B, h, d]``; 0 where a document starts."""
+        transition = self.chunk_totals.sum(2).exp()
+        if self.documents is not None:
+            uncut = (self.documents[:, 0] == self.documents[:, -1]).unsqueeze(-1)
+            transition = transition * (uncut.unsqueeze(-1) if self.per_channel else uncut)
+        return transition
+
+    def offsets(self, to_start: bool) -> Tensor:
+        """Log decay between each chunk and the run's first (or last) token, as the totals."""
+        totals = self.chunk_totals
+        before = totals.cumsum(2)
+        return (before - totals if to_start else before[:, :, -1:] - before).contiguous()
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """``[B, n]``: the tokens at which a document starts."""
+        assert self.documents is not None
+        return self.documents[:, 1:] != self.documents[:, :-1]
+
+    def gate_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of the log decay of each token, from that of its running sum b.
+
+        A token's decay is in b of all tokens from it on, in its document; the decay of a document's
+        first token counts nowhere. Both are ``[B, n, h]`` or ``[B, n, h, d]``.
+        """
+        sums = gradient.flip(1).cumsum(1).flip(1)
+        if self.documents is None:
+            return sums
+        # Take off what the sums hold of later documents: all from where the next one starts.
+        documents = self.documents[:, 1:].contiguous()
+        ends = torch.searchsorted(documents, documents, right=True)
+        later = pad(sums, (0, 0) * (sums.dim() - 2) + (0, 1)).gather(1, _beside(ends, sums))
+        return (sums - later).masked_fill(_beside(self.starts, sums), 0)
+
+    def gate_gradient_of_end(self, through: Tensor | None, reached: Tensor) -> Tensor:
+        """The same, from the state after the run and nothing else.
+
+        With dS the gradient of that state: the part of <S_out, dS> that a token's decay scales is
+        what was there before the token, not what it or later tokens have written. So there is
+        nothing to subtract: what came from before the run, and what earlier tokens wrote.
+
+        Args:
+            through: <A S_in, dS>, ``[B, h]`` or ``[B, h, d]``; ``None`` for a run from zero.
+            reached: <what each token wrote, as decayed by the end, dS>, ``[B, n, h]`` or
+                ``[B, n, h, d]``; zero before the last document.
+        """
+        before = reached.cumsum(1) - reached
+        if through is not None:
+            before += through.unsqueeze(1)
+        if self.documents is not None:
+            elsewhere = self.starts | (self.documents[:, 1:] != self.documents[:, -1:])
+            before = before.masked_fill(_beside(elsewhere, before), 0)
+        return before
+
+
+def _beside(tokens: Tensor, other: Tensor) -> Tensor:
+    """``[B, n]`` as wide as ``other`` ``[B, n, ...]``; a view."""
+    return tokens.view(*tokens.shape, *[1] * (other.dim() - 2)).expand(other.shape)
