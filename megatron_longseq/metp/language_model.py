@@ -54,8 +54,19 @@ def install(model: torch.nn.Module, runtime: MetpRuntime) -> None:
             f"--longseq-tensor-parallel metp: the model is a {type(model).__name__}; it knows "
             "Megatron's GPTModel"
         )
+    if model.position_embedding_type == "mrope":
+        raise UserError(
+            "--longseq-tensor-parallel metp: position embeddings of the type mrope; it knows rope, "
+            "yarn, learned_absolute and none"
+        )
     if model.pre_process:
         _exchange(model.embedding, LanguageModelEmbedding, METPEmbedding, runtime)
+        if not model.embedding.scatter_to_sequence_parallel:
+            raise UserError(
+                "--longseq-tensor-parallel metp: the model leaves it to others to split its "
+                "embedded tokens, and they would not split them as METP does; build it with "
+                "scatter_embedding_sequence_parallel=True"
+            )
         words = model.embedding.word_embeddings
         _exchange(words, VocabParallelEmbedding, RingVocabEmbedding, runtime)
         if model.embedding.add_position_embedding:
@@ -65,6 +76,7 @@ def install(model: torch.nn.Module, runtime: MetpRuntime) -> None:
     if model.post_process:
         _exchange(model.output_layer, ColumnParallelLinear, RingOutputLayer, runtime)
         model.register_forward_pre_hook(_ask_for_loss, with_kwargs=True)
+    model.register_forward_pre_hook(_refuse_inputs, with_kwargs=True)
     model.register_forward_pre_hook(_CountMicroBatches(runtime), with_kwargs=True)
 
 
@@ -158,6 +170,27 @@ class _CountMicroBatches:
         tokens = args[0] if args else kwargs.get("input_ids")
         if model.training and torch.is_grad_enabled() and tokens is not None:
             self.runtime.count(tokens.numel())
+
+
+# Inputs of the model, by their place in its signature, that METP does not know: they belong to
+# tokens in natural order, or to a model that does not train.
+_REFUSED_INPUTS = {
+    "decoder_input": 3,
+    "inference_context": 5,
+    "packed_seq_params": 6,
+    "inference_params": None,
+    "padding_mask": None,
+}
+
+
+def _refuse_inputs(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    for name, place in _REFUSED_INPUTS.items():
+        value = args[place] if place is not None and len(args) > place else kwargs.get(name)
+        if value is not None:
+            raise UserError(
+                f"--longseq-tensor-parallel metp: the model was given {name}, which METP does not "
+                "know; use --longseq-tensor-parallel megatron, which reads the same checkpoints"
+            )
 
 
 def _ask_for_loss(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -10,7 +10,6 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
-from ..errors import UserError
 from .linears import ColumnShardLinear, RowShardLinear
 from .runtime import MetpRuntime
 
@@ -75,12 +74,7 @@ class METPMLP(MLP):
             if config.gated_linear_unit:
                 return bias_geglu_impl(inner, None)
             return bias_gelu_impl(inner, inner.new_zeros(inner.shape[-1]))
-        if config.activation_func is F.silu and config.gated_linear_unit:
-            return bias_swiglu_impl(inner, None, config.activation_func_fp8_input_store, False)
-        raise UserError(
-            "--longseq-tensor-parallel metp: Megatron fuses GELU and SwiGLU alone; add "
-            "--no-bias-gelu-fusion or --no-bias-swiglu-fusion"
-        )
+        return bias_swiglu_impl(inner, None, config.activation_func_fp8_input_store, False)
 
     def describe(self) -> str:
         """For the start-up lines."""

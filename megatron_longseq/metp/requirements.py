@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
+
 from ..errors import UserError, divisors, nearest_values
 
 FLAG = "--longseq-tensor-parallel metp"
@@ -131,12 +133,32 @@ def check_metp(config: Any) -> None:
         )
     if not config.sequence_parallel:
         raise UserError(f"{FLAG}: keeps the tokens split between layers; add --sequence-parallel")
+    context = config.context_parallel_size
+    if context > 1 and config.longseq_context_parallel != "2d":
+        raise UserError(
+            f"--context-parallel-size {context}: {FLAG} splits a sequence over context-parallel "
+            "ranks too only with --longseq-context-parallel 2d; add that, or use 1"
+        )
     for option in UNSUPPORTED:
         value = getattr(config, option.name, None)
         if option.rejects(value):
             raise UserError(f"{option.flag} {value}: not with {FLAG}: {option.reason}")
+    if getattr(config, "bias_activation_fusion", False):
+        _check_fused_activation(config)
     if heads and heads % tensor == 0:
         check_shards_per_step(config)
+
+
+def _check_fused_activation(config: Any) -> None:
+    """Megatron's dense MLP has two fused activations, and stops in the first step at others."""
+    function, gated = config.activation_func, config.gated_linear_unit
+    if function is F.gelu or (function is F.silu and gated):
+        return
+    name = getattr(function, "__name__", str(function))
+    raise UserError(
+        f"{'gated ' if gated else ''}{name} with bias_activation_fusion: not with {FLAG}: Megatron "
+        "fuses GELU and SwiGLU alone; add --no-bias-gelu-fusion"
+    )
 
 
 def check_shards_per_step(config: Any) -> int:
