@@ -154,19 +154,22 @@ def best_blocks(shape: ScanShape, costs: LinkCosts, limit: int) -> int:
 
 
 def choose_schedule(shape: ScanShape, costs: LinkCosts) -> ScheduleName:
-    """The schedule whose time beside the caller's work is least; of equal ones, fewest steps.
+    """The schedule whose time beside the caller's work is least; of about equal ones, fewest steps.
 
     A group that spans nodes takes ``two_level``. The same on every rank that passes the same.
     """
     if shape.node_size is not None and 1 < shape.node_size < shape.size:
         return "two_level"
     candidates: Sequence[ScheduleName] = ("all_gather", "log_scan", "ring", "all_scan")
+    seen = {
+        name: max(0.0, scan_seconds(name, shape, costs) - costs.hidden_seconds)
+        for name in candidates
+    }
+    # No constant of a planner is better known than to a tenth.
+    limit = 1.1 * min(seen.values())
     return min(
-        candidates,
-        key=lambda name: (
-            max(0.0, scan_seconds(name, shape, costs) - costs.hidden_seconds),
-            scan_steps(name, shape),
-        ),
+        (name for name in candidates if seen[name] <= limit),
+        key=lambda name: (scan_steps(name, shape), seen[name]),
     )
 
 

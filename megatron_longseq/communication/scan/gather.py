@@ -24,8 +24,10 @@ class _Gather:
         self._sent = wires.cpu() if self._holds_host else wires
         self._gathered = self._sent.new_empty(channel.place.size, *wires.shape)
         self._started = time.monotonic()
+        # The new name in PyTorch 2.13, where the old one warns.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._work = self._guarded(
-            lambda: dist.all_gather_into_tensor(
+            lambda: gather(
                 self._gathered.view(-1), self._sent.view(-1), channel.place.group, async_op=True
             )
         )

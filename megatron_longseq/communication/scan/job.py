@@ -69,14 +69,7 @@ class Job:
         side: SideStream,
         late_errors: list[BaseException],
     ) -> None:
-        self._schedule = schedule
         self._mailbox = mailbox
-        self._pairs = list(pairs)
-        self._entering = entering
-        self._swapped = swapped
-        self._holds_last = holds_last
-        self._total = total
-        self._broadcast = broadcast
         self._side = side
         self._late_errors = late_errors
         given = [t for pair in pairs for t in (pair.transition, pair.state)]
@@ -84,7 +77,10 @@ class Job:
         self._device = pairs[0].state.device
         self._started = side.now(self._device)
         self._finished = self._started
-        self._steps: Iterator[Awaited] | None = self._whole()
+        # All that the scan needs lives in this generator, and goes with it.
+        self._steps: Iterator[Awaited] | None = self._whole(
+            schedule, list(pairs), entering, swapped, holds_last, total, broadcast
+        )
         self._awaited: Awaited | None = None
         self._error: BaseException | None = None
         self._result: ScanResult | None = None
@@ -154,25 +150,32 @@ class Job:
         self._error = error
         self._done.set()
         self._awaited = None
-        self._pairs.clear()
         self._given.clear()
         self._mailbox.close()
         self._steps = None
 
-    def _whole(self) -> Iterator[Awaited]:
-        pairs = list(self._pairs)
-        if self._entering is not None:
+    def _whole(
+        self,
+        schedule: StateScan,
+        pairs: list[Pair],
+        entering: Tensor | None,
+        swapped: bool,
+        holds_last: bool,
+        total: Total,
+        broadcast: Broadcast | None,
+    ) -> Iterator[Awaited]:
+        if entering is not None:
             # The chain starts from zero with the entering state inside its first pair.
-            pairs[0] = pairs[0].with_state(pairs[0].apply(self._entering))
-        yield from self._schedule.run(pairs)
-        states, total = list(self._schedule.states), None
-        if self._holds_last and self._total != "none":
-            total = pairs[-1].apply(states[-1])
-        if self._broadcast is not None:
-            yield from self._broadcast.run(total)
-            total = self._broadcast.result().clone()
-        elif self._total == "everywhere" and isinstance(self._schedule, GatherScan):
-            total = self._schedule.total
-        if self._entering is not None:
-            states[0] = self._entering
-        self._result = ScanResult(tuple(states[::-1] if self._swapped else states), total)
+            pairs[0] = pairs[0].with_state(pairs[0].apply(entering))
+        yield from schedule.run(pairs)
+        states, end = list(schedule.states), None
+        if holds_last and total != "none":
+            end = pairs[-1].apply(states[-1])
+        if broadcast is not None:
+            yield from broadcast.run(end)
+            end = broadcast.result().clone()
+        elif total == "everywhere" and isinstance(schedule, GatherScan):
+            end = schedule.total
+        if entering is not None:
+            states[0] = entering
+        self._result = ScanResult(tuple(states[::-1] if swapped else states), end)

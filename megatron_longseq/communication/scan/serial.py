@@ -97,13 +97,18 @@ class SerialScan:
     def run(self, pairs: Sequence[Pair]) -> Iterator[Exchange]:
         """Passes through the steps; then ``states`` holds S_in of each own segment."""
         self._own = [pair.blocks(self._blocks) for pair in pairs]
-        for step in range(self.steps):
-            sends = [m for flow in self._flows for m in flow.sends(step, self._blocks)]
-            yield from self._mailbox.step(self._first_step + step, sends)
-        front, *back = self._flows
-        self.states = [self._joined(front.arriving)]
-        if back:
-            self.states.append(self._joined([self._enters_back(k) for k in range(self._blocks)]))
+        try:
+            for step in range(self.steps):
+                sends = [m for flow in self._flows for m in flow.sends(step, self._blocks)]
+                yield from self._mailbox.step(self._first_step + step, sends)
+            self.states = [self._joined(self._flows[0].arriving)]
+            if len(self._flows) > 1:
+                entering = [self._enters_back(block) for block in range(self._blocks)]
+                self.states.append(self._joined(entering))
+        finally:
+            # Flows refer to this object: a cycle that would keep pairs until the next collection.
+            self._flows.clear()
+            self._own.clear()
 
     # The front segments: states, from the first place to the last
 
