@@ -1,5 +1,6 @@
 """What the tests of linear attention share: cases, and the recurrence read token by token."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -139,13 +140,18 @@ def both_ways(q, k, v, *, log_decay=None, documents=None, scale=1.0, normalize=F
     return out / (scores.sum(2)[..., None] + 1e-6) if normalize else out
 
 
+@functools.cache
 def expected(case):
-    """Output, final state and gradients of the whole sequence, by name."""
+    """Output, final state and gradients of the whole sequence, by name.
+
+    Computed once, by the tests' own process: ranks are given it.
+    """
     data, out_gradient, state_gradient = case.inputs()
     leaves = {name: tensor.requires_grad_() for name, tensor in data.items()}
     arguments = {"scale": case.scale, "normalize": case.normalize}
     if case.causal:
-        starts = set(case.documents[1:-1]) if case.documents else ()
+        # What enters before the first token is the first document's that has tokens.
+        starts = set(case.documents or ()) - {0}
         out, state = recurrence(**leaves, **arguments, starts=starts)
     else:
         out, state = both_ways(**leaves, **arguments, documents=case.documents), None
@@ -214,7 +220,7 @@ def finish(case, begun, group, layout, reference):
     worst = {}
     for name, value in actual.items():
         assert value.shape == wanted[name].shape and value.dtype == torch.float64, name
-        largest = reference[name].abs().max().clamp(min=1e-300)
+        largest = reference[name].abs().max().clamp(min=1e-3)
         worst[name] = ((value - wanted[name]).abs().max() / largest).item()
         # NaN compares as false with everything.
         assert worst[name] == worst[name], (name, "NaN")

@@ -32,17 +32,20 @@ SCHEDULES = {
 LAYOUTS = ("zigzag", "contiguous")
 
 
-def parity(cases, group=None):
+def references(cases):
+    """What is expected of each case."""
+    return {case: expected(case) for case, *_ in cases}
+
+
+def parity(cases, wanted, group=None):
     """The largest error of each (case, layout, schedule), with the name of what is wrong."""
-    group, references, operators, worst = group or dist.group.WORLD, {}, {}, {}
+    group, operators, worst = group or dist.group.WORLD, {}, {}
     for case, layout, schedule in cases:
-        if case not in references:
-            references[case] = expected(case)
         if (layout, schedule) not in operators:
             options = {"timeout_seconds": 30, "check_agreement": False} | SCHEDULES[schedule]
             scan = Scan(group, layout=layout, **options)
             operators[layout, schedule] = small_operator(group, layout, scan=scan)
-        found = errors(case, operators[layout, schedule], group, layout, references[case])
+        found = errors(case, operators[layout, schedule], group, layout, wanted[case])
         worst[case, layout, schedule] = max((value, name) for name, value in found.items())
     return worst
 
@@ -67,7 +70,9 @@ def on_four_ranks(ranks):
         (Case(kind, documents, heads=heads, seed=1), layout, "ring")
         for kind, documents, heads, layout in GROUPED
     ]
-    return ranks.run(parity, world_size=4, args=(cases,), backend="gloo", timeout_seconds=200)
+    return ranks.run(
+        parity, world_size=4, args=(cases, references(cases)), backend="gloo", timeout_seconds=200
+    )
 
 
 # (query, key, value) heads: grouped queries, multi-query, grouped values, and 3 heads on 4 ranks.
@@ -111,20 +116,36 @@ def test_other_numbers_of_ranks_equal_the_recurrence(ranks, size):
         if size < 8 or (i + j) % 2
     ]
     options = {"backend": "gloo", "timeout_seconds": 120}
-    assert_exact(ranks.run(parity, world_size=size, args=(cases,), **options))
+    args = cases, references(cases)
+    assert_exact(ranks.run(parity, world_size=size, args=args, **options))
 
 
-def in_flight(group):
+IN_FLIGHT = (
+    Case("scalar"),
+    Case("kda", width=4, value_width=3, tokens=48, seed=3),
+    Case("delta"),
+)
+# The two groups have other sequences, and so other sums.
+APART = [
+    [
+        (Case(kind, PACKED, seed=seed), layout, "ring")
+        for kind in ("scalar", "gated delta")
+        for layout in LAYOUTS
+    ]
+    for seed in range(2)
+]
+
+
+def in_flight(group, wanted):
     """Micro-batches of two layers under way at once, an evaluation between; one operator."""
     operator = copy.deepcopy(small_operator(group))
-    cases = [Case("scalar"), Case("kda", width=4, value_width=3, tokens=48, seed=3), Case("delta")]
-    begun = [begin(case, operator, group, "zigzag") for case in cases]
+    begun = [begin(case, operator, group, "zigzag") for case in IN_FLIGHT]
     with torch.no_grad():
-        _, evaluated, _ = begin(cases[0], operator, group, "zigzag")
+        _, evaluated, _ = begin(IN_FLIGHT[0], operator, group, "zigzag")
     assert not evaluated.requires_grad and torch.equal(evaluated, begun[0][1])
     return [
-        max((value, name) for name, value in finish(case, run, group, "zigzag", reference).items())
-        for case, run, reference in zip(cases, begun, map(expected, cases), strict=True)
+        max((e, name) for name, e in finish(case, run, group, "zigzag", wanted[case]).items())
+        for case, run in zip(IN_FLIGHT, begun, strict=True)
     ]
 
 
@@ -146,22 +167,17 @@ def recomputed(group):
     return all(map(torch.equal, *gradients))
 
 
-def two_by_two():
+def two_by_two(wanted):
     """The ranks of a sequence are two apart, as beside tensor parallelism of two."""
     here = dist.get_rank()
     group = [dist.new_group([first, first + 2]) for first in range(2)][here % 2]
-    # The two groups have other sequences, and so other sums.
-    cases = [
-        (Case(kind, PACKED, seed=here % 2), layout, "ring")
-        for kind in ("scalar", "gated delta")
-        for layout in LAYOUTS
-    ]
-    return parity(cases, group), in_flight(group), recomputed(group)
+    return parity(APART[here % 2], wanted, group), in_flight(group, wanted), recomputed(group)
 
 
 @pytest.fixture(scope="module")
 def on_two_groups_of_two(ranks):
-    return ranks.run(two_by_two, world_size=4, backend="gloo")
+    wanted = references([*APART[0], *APART[1], *((case,) for case in IN_FLIGHT)])
+    return ranks.run(two_by_two, world_size=4, args=(wanted,), backend="gloo")
 
 
 def test_neighbours_are_those_of_the_group_not_the_next_global_ranks(on_two_groups_of_two):
