@@ -341,3 +341,71 @@ def test_gradients_add_up_in_fp32_and_a_16_bit_way_home_rounds_once_per_hop(rank
     for fp32, bf16 in ranks.run(rounding_of_a_16_bit_way_home, world_size=4, backend="gloo"):
         assert fp32 < 4e-7
         assert 4e-7 < bf16 < 4 * 2.0**-8
+
+
+def gradients_alone():
+    """A tour without blocks: (owners, blocks seen, sums, bytes of each dtype, hops) per rank."""
+    rank, log = dist.get_rank(), []
+    plain = Channel.exchange
+
+    def logged(channel, **messages):
+        log.append((channel.stream.name, messages["step"]))
+        return plain(channel, **messages)
+
+    Channel.exchange = logged
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    ring = Ring(group, PoisonedPool(), timeout_seconds=20)
+    tensors, owners = own_block(rank), []
+    for how in ("add", "in place", "some ranks add nothing", "nobody adds"):
+        with ring.circulate_gradients(*tensors) as rotation:
+            for owner, block, gradient in rotation:
+                assert block == ()
+                owners.append(owner)
+                parts = part_of(rank, owner)
+                if how == "add":
+                    gradient.add(*parts)
+                elif how == "in place" or (how == "some ranks add nothing" and rank % 2):
+                    for total, part in zip(gradient.sums(), parts, strict=True):
+                        total += part
+            late = refused(gradient.sums)
+            home = rotation.gradients()
+        assert "has been sent on" in late
+        adding = [r for r in range(ring.size) if how in ("add", "in place") or r % 2]
+        for index, (total, tensor) in enumerate(zip(home, tensors, strict=True)):
+            parts = [part_of(r, rank)[index] for r in adding if how != "nobody adds"]
+            assert total.dtype == tensor.dtype
+            assert torch.equal(total.long(), sum(parts, torch.zeros_like(total).long()))
+    assert ring.pool.leased_bytes == 0
+    return owners, log
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_go_round_alone_in_as_many_hops_as_there_are_ranks(ranks, size):
+    for rank, (owners, log) in enumerate(
+        ranks.run(gradients_alone, world_size=size, backend="gloo")
+    ):
+        assert owners == [(rank - step) % size for step in range(size)] * 4
+        hops = [("ring gradients", f"step {step} of {size}") for step in range(1, size + 1)]
+        assert log == (hops * 4 if size > 1 else [])
+
+
+def kept_wide():
+    """Sums of 16-bit blocks, as they added up and as the blocks are; neither shares memory."""
+    ring = Ring(dist.group.WORLD, BufferPool(), timeout_seconds=20)
+    results = []
+    for accumulated in (True, False):
+        with ring.circulate_with_gradients(torch.zeros(3, dtype=torch.bfloat16)) as rotation:
+            for _, _, gradient in rotation:
+                gradient.add(torch.full((3,), 256.0 if ring.position == 0 else 1.0))
+            (home,) = rotation.gradients(accumulated=accumulated)
+        kept = home.clone()
+        tour(ring, ring.position)  # over the same buffers
+        assert torch.equal(home, kept)
+        results.append((home.dtype, home.tolist()))
+    return results
+
+
+def test_finished_gradients_can_be_had_in_the_dtype_they_added_up_in(ranks):
+    for wide, narrow in ranks.run(kept_wide, world_size=4, backend="gloo"):
+        assert wide == (torch.float32, [259.0] * 3)
+        assert narrow == (torch.bfloat16, [260.0] * 3)

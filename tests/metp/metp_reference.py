@@ -73,9 +73,12 @@ class Chain:
     w2: torch.Tensor
     dy: torch.Tensor
     rows: list[int]  # of each rank
+    place: int  # of this rank in its group
 
     @classmethod
-    def random(cls, f, *, rows, hidden=10, ffn_per_rank=6, out=10, bias=True, seed=0, batch=2):
+    def random(
+        cls, f, *, rows, hidden=10, ffn_per_rank=6, out=10, bias=True, seed=0, batch=2, place=None
+    ):
         ffn = ffn_per_rank * len(rows)
         width = 2 * ffn if f in GATED else ffn
         return cls(
@@ -86,6 +89,7 @@ class Chain:
             normal(out, ffn, seed=seed + 3, scale=ffn**-0.5),
             normal(sum(rows), batch, out, seed=seed + 4),
             list(rows),
+            (dist.get_rank() if len(rows) > 1 else 0) if place is None else place,
         )
 
     def rounded(self, dtype):
@@ -95,22 +99,20 @@ class Chain:
         return replace(self, bias=bias, **kept)
 
     def mine(self, tensor):
-        return tensor.split(self.rows)[dist.get_rank()] if len(self.rows) > 1 else tensor
+        return tensor.split(self.rows)[self.place]
 
     def columns(self, tensor):
         """This rank's rows of w1 or bias: for gated f its gates, then its values."""
-        rank, ranks = (dist.get_rank() if len(self.rows) > 1 else 0), len(self.rows)
         parts = tensor.chunk(2) if self.f in GATED else (tensor,)
-        return torch.cat([part.chunk(ranks)[rank] for part in parts])
+        return torch.cat([part.chunk(len(self.rows))[self.place] for part in parts])
 
     def shards(self, dtype=torch.float64):
         """This rank's x, w1, bias, w2 as leaves."""
-        rank, ranks = (dist.get_rank() if len(self.rows) > 1 else 0), len(self.rows)
         return leaves(
             self.mine(self.x).to(dtype),
             self.columns(self.w1).to(dtype),
             None if self.bias is None else self.columns(self.bias).to(dtype),
-            self.w2.chunk(ranks, 1)[rank].to(dtype),
+            self.w2.chunk(len(self.rows), 1)[self.place].to(dtype),
         )
 
     def expected(self):
@@ -118,13 +120,12 @@ class Chain:
         x, w1, bias, w2 = leaves(self.x, self.w1, self.bias, self.w2)
         y = self.f(F.linear(x, w1, bias)) @ w2.t()
         y.backward(self.dy)
-        rank, ranks = (dist.get_rank() if len(self.rows) > 1 else 0), len(self.rows)
         return [
             self.mine(y.detach()),
             self.mine(x.grad),
             self.columns(w1.grad),
             None if bias is None else self.columns(bias.grad),
-            w2.grad.chunk(ranks, 1)[rank],
+            w2.grad.chunk(len(self.rows), 1)[self.place],
         ]
 
     def run(self, chain, dtype=torch.float64, **options):
@@ -180,6 +181,7 @@ class Attention:
     seed: int = 0
     dtype: torch.dtype = torch.float64
     kernel: object = "auto"
+    place: int | None = None  # of this rank in its group
 
     def __post_init__(self):
         a, g, d, h = self.heads, self.groups, self.width, self.hidden
@@ -217,7 +219,9 @@ class Attention:
 
     @property
     def rank(self):
-        return dist.get_rank() % self.ranks if dist.is_initialized() else 0
+        if self.place is not None:
+            return self.place
+        return dist.get_rank() if self.ranks > 1 else 0
 
     @property
     def positions(self):
