@@ -1,15 +1,17 @@
 """The Triton kernels, interpreted on the CPU, against the kernel of plain torch.
 
-Triton decides at its import whether it interprets. So each test runs in a fresh process with
-``TRITON_INTERPRET=1`` in its environment, and the rest of the suite sees nothing of it.
+Triton decides at its import whether it interprets. So all of this runs in fresh processes with
+``TRITON_INTERPRET=1`` in their environment, and the rest of the suite sees nothing of it.
 """
 
 import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_longseq import linear_attention
 from megatron_longseq.lasp.segments import Gradients, Segments
 from megatron_longseq.lasp.torch_kernels import TorchKernel
 from megatron_longseq.lasp.triton_kernels import TritonKernel
@@ -23,15 +25,29 @@ CHUNK = 16
 STARTS = ((0, 3, 4, 16, 32), (9, 21))
 
 
-@pytest.fixture
-def interpreted(ranks):
-    """Runs a function in a fresh process in which Triton interprets."""
-
-    def run(function, *args):
-        environment = {"TRITON_INTERPRET": "1"}
-        return ranks.run(function, world_size=1, args=args, environment=environment)[0]
-
-    return run
+# The cases in fp64: what is asked of random_segments, and the tokens of a chunk.
+CASES: dict[str, tuple[dict, int]] = {
+    "scalar, documents, two states of one key": (
+        {"decay": "scalar", "documents": True, "heads": (2, 1, 2)},
+        16,
+    ),
+    "channel, documents, two queries of one state": (
+        {"decay": "channel", "documents": True, "heads": (2, 1, 1), "tokens": 24},
+        16,
+    ),
+    "constant, a batch, widths that fill no tile or need two": (
+        {"decay": "constant", "heads": (1, 1, 1), "widths": (24, 40), "batch": 2, "tokens": 20},
+        16,
+    ),
+    # Blocks inside a chunk; e^-1500 in it, whose inverse would overflow.
+    "channel, strong": (
+        {"decay": "channel", "strength": 100.0, "heads": (1, 1, 1), "widths": (24, 8)},
+        32,
+    ),
+    "none, two keys of one value": ({"decay": "none", "heads": (2, 2, 1), "tokens": 5}, 16),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INTERPRET = {"TRITON_INTERPRET": "1"}
 
 
 def random_segments(
@@ -162,36 +178,6 @@ def largest_error(case: dict, chunk: int = CHUNK) -> tuple[float, str]:
     return relative_error(all_results(TritonKernel(chunk), segments, given), expected)
 
 
-@pytest.mark.parametrize(
-    "case, chunk",
-    [
-        # Grouped queries (4 read 2 states), grouped values (2 states of 1 key), one head for all.
-        ({"decay": "scalar", "documents": True, "heads": (2, 1, 2)}, 16),
-        ({"decay": "channel", "documents": True, "heads": (2, 1, 1), "tokens": 24}, 16),
-        # Widths that fill no tile, or need two; a batch.
-        (
-            {"decay": "constant", "heads": (1, 1, 1), "widths": (24, 40), "batch": 2, "tokens": 20},
-            16,
-        ),
-        # Blocks inside a chunk, and a decay that would overflow if it were inverted: e^-1500.
-        ({"decay": "channel", "strength": 100.0, "heads": (1, 1, 1), "widths": (24, 8)}, 32),
-        ({"decay": "none", "heads": (2, 2, 1), "tokens": 5}, 16),
-    ],
-    ids=lambda value: value["decay"] if isinstance(value, dict) else f"{value}",
-)
-def test_all_six_parts_equal_those_of_torch(interpreted, case, chunk):
-    error, name = interpreted(largest_error, case, chunk)
-    assert error < 1e-12, name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_states_and_sums_are_fp32_whatever_the_input(interpreted, dtype):
-    decay = "channel" if dtype == torch.float32 else "scalar"
-    case = {"decay": decay, "dtype": dtype, "heads": (1, 1, 1), "tokens": 20}
-    error, name = interpreted(largest_error, case)
-    assert error < 1e-5, name
-
-
 def parts_of_a_whole() -> tuple[float, str]:
     segments = random_segments("scalar", tokens=20, heads=(1, 1, 1))
     given = random_states(segments)
@@ -214,11 +200,6 @@ def parts_of_a_whole() -> tuple[float, str]:
     return relative_error(parts, whole)
 
 
-def test_what_is_done_before_and_after_a_scan_adds_up(interpreted):
-    error, name = interpreted(parts_of_a_whole)
-    assert error < 1e-12, name
-
-
 def empty_segments() -> None:
     segments = random_segments("scalar", tokens=0)
     kernel = TritonKernel()
@@ -229,8 +210,63 @@ def empty_segments() -> None:
     assert out.numel() == 0 and (after == 0).all()
 
 
-def test_a_segment_without_tokens_changes_nothing(interpreted):
-    interpreted(empty_segments)
+def errors() -> dict[str, tuple[float, str]]:
+    """The largest error of each case, and of which result it is."""
+    found = {name: largest_error(case, chunk) for name, (case, chunk) in CASES.items()}
+    for name, dtype in DTYPES.items():
+        case = {"decay": "channel" if name == "fp32" else "scalar", "dtype": dtype}
+        found[name] = largest_error(case | {"heads": (1, 1, 1), "tokens": 20})
+    found["parts"] = parts_of_a_whole()
+    empty_segments()
+    return found
+
+
+@pytest.fixture(scope="module")
+def interpreted(ranks) -> dict[str, tuple[float, str]]:
+    """:func:`errors`, from one process in which Triton interprets."""
+    return ranks.run(errors, world_size=1, environment=INTERPRET, timeout_seconds=300)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_six_parts_equal_those_of_torch(interpreted, case):
+    error, name = interpreted[case]
+    assert error < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_and_sums_are_fp32_whatever_the_input(interpreted, dtype):
+    error, name = interpreted[dtype]
+    assert error < 1e-5, name
+
+
+def test_what_is_done_before_and_after_a_scan_adds_up(interpreted):
+    error, name = interpreted["parts"]
+    assert error < 1e-12, name
+
+
+def gradients_on_two_ranks(backend: str) -> list[Tensor]:
+    """Output and gradients of the operator: zigzag, so two segments of 6 tokens a rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [
+        torch.randn(1, 12, 1, width, generator=generator, dtype=torch.float64).requires_grad_()
+        for width in (8, 8, 6)
+    ]
+    gate = torch.rand(1, 12, 1, generator=generator, dtype=torch.float64).neg().requires_grad_()
+    out, _ = linear_attention(
+        *inputs, log_decay=gate, group=dist.group.WORLD, schedule="ring", backend=backend
+    )
+    out.square().sum().backward()
+    return [out.detach(), *(tensor.grad for tensor in (*inputs, gate))]
+
+
+def test_the_operator_takes_them_by_name(ranks):
+    options = {"world_size": 2, "backend": "gloo", "timeout_seconds": 200, "environment": INTERPRET}
+    found, expected = (
+        ranks.run(gradients_on_two_ranks, args=(backend,), **options)
+        for backend in ("triton", "torch")
+    )
+    for rank in range(2):
+        torch.testing.assert_close(found[rank], expected[rank], rtol=1e-12, atol=1e-12)
 
 
 def reasons_against() -> dict[str, str | None]:

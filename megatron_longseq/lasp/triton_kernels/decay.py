@@ -78,17 +78,15 @@ class Decay:
     def gate_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of the log decay of each token, from that of its running sum b.
 
-        A token's decay is in b of all tokens from it on, in its document; the decay of a document's
-        first token counts nowhere. Both are ``[B, n, h]`` or ``[B, n, h, d]``.
+        A token's decay is in b of all tokens from it on in its document. Later documents add 0 to
+        the sum: only differences of b matter in them, so that of all their b together has no
+        gradient. Both are ``[B, n, h]`` or ``[B, n, h, d]``.
         """
         sums = gradient.flip(1).cumsum(1).flip(1)
         if self.documents is None:
             return sums
-        # Take off what the sums hold of later documents: all from where the next one starts.
-        documents = self.documents[:, 1:].contiguous()
-        ends = torch.searchsorted(documents, documents, right=True)
-        later = pad(sums, (0, 0) * (sums.dim() - 2) + (0, 1)).gather(1, _beside(ends, sums))
-        return (sums - later).masked_fill(_beside(self.starts, sums), 0)
+        # For the same reason 0 but for rounding: the decay of a first token counts nowhere.
+        return sums.masked_fill(_beside(self.starts, sums), 0)
 
     def gate_gradient_of_end(self, through: Tensor | None, reached: Tensor) -> Tensor:
         """The same, from the state after the run and nothing else.

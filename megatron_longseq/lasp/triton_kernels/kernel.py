@@ -48,6 +48,10 @@ class TritonKernel:
             return f"Triton compiles for CUDA, not for {device.type}"
         if dtype == torch.float64:
             return "in fp64 it only runs interpreted"
+        if device.index != torch.cuda.current_device():
+            return (
+                f"Triton works on the current GPU, {torch.cuda.current_device()}, not on {device}"
+            )
         return None
 
     def summary(self, segments: Segments) -> tuple[Affine, ...]:
