@@ -32,6 +32,7 @@ class ScanResult:
 
     Attributes:
         states: the state that enters each local segment, in their local order, in the shape of X.
+            That of the chain's first segment is the initial state itself, if one was given.
         total: the state after the whole chain, where it was asked for; None elsewhere.
     """
 

@@ -113,7 +113,8 @@ class Scan:
         timeout_seconds, staging: see :class:`~..transport.Channel`.
         check_agreement: compare shapes and options across the ranks at every start, so that all
             raise the same error if they differ. Costs one small reduction over the group; without
-            it the caller answers for them.
+            it the caller answers for them. (NCCL wants all ranks in the first operation of a group,
+            which that reduction is; without it, make another before the first scan.)
         carried_by: who carries scans of several hops on where a wait holds the host: a
             ``"thread"``, or the ``"caller"`` inside wait(). The latter hides nothing, but all
             operations happen on the caller's thread, where dispatch modes such as
