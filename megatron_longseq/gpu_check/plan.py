@@ -10,6 +10,7 @@ import torch
 from ..launch import RankFailure, RankPool
 from ..softmax.block_kernels import kernels
 from .kernels import check_kernel
+from .linear_attention import check_linear_kernel, measure_linear_speed
 from .ranks import compare_with_dense, digests, watch_memory
 from .rows import BAD, FAILED, NOT_RUN, OK, SKIPPED, WRONG, Row, Sizes
 from .speed import measure_speed
@@ -67,6 +68,7 @@ def make_plan(device: str, sizes: Sizes, gpus: int) -> tuple[list[Check], list[R
         for group in _apart(timed, device):
             label = f"speed {name}, {', '.join(group)}"
             checks.append(Check(label, measure_speed, (name, group, device, sizes)))
+    checks += _checks_of_linear_attention(device, sizes)
     checks += _checks_of_ranks(device, sizes, gpus)
     if gpus < 2:
         rows.append(Row("every case", SKIPPED, "needs two GPUs", check=NCCL_LABEL))
@@ -78,6 +80,18 @@ def _apart(dtypes: tuple[str, ...], device: str) -> list[tuple[str, ...]]:
     if device == "cuda":
         return [(dtype,) for dtype in dtypes]
     return [dtypes] if dtypes else []
+
+
+def _checks_of_linear_attention(device: str, sizes: Sizes) -> list[Check]:
+    """Those of the Triton kernels; plain torch is what they are compared with."""
+    name, dtypes = "triton", ("float32", "bfloat16", "float16")
+    checks = []
+    for group in _apart(dtypes, device):
+        label = f"linear attention {name}, {', '.join(group)}"
+        checks.append(Check(label, check_linear_kernel, (name, group, device, sizes.rows)))
+    label = f"linear attention {name}, speed in bfloat16"
+    speed = (name, ("bfloat16",), device, sizes)
+    return [*checks, Check(label, measure_linear_speed, speed)]
 
 
 def _checks_of_ranks(device: str, sizes: Sizes, gpus: int) -> list[Check]:
