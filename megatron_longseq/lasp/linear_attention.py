@@ -297,7 +297,7 @@ def linear_attention(
             feature maps > 0. States have one more column, that of the denominator: ``e + 1``.
         causal: a token sees itself and what comes before it; otherwise all of its document, decayed
             by the distance on either side. A state can enter or leave causal attention only.
-        backend: ``"torch"``, or ``"auto"``; see :mod:`.chunk_kernels`.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"``; see :mod:`.chunk_kernels`.
 
     Returns:
         The output ``[b, n, max(hq, hv), e]`` in the dtype of q, and the final state
