@@ -108,7 +108,7 @@ def batches(all_options):
     scan_module.holds_host = lambda *_: False
     posted = {}
     for layout, options in itertools.product(LAYOUTS, all_options):
-        scan = Scan(dist.group.WORLD, layout=layout, timeout_seconds=20, **options)
+        scan = Scan(dist.group.WORLD, layout=layout, check_agreement=False, **options)
         for kind, reverse in itertools.product(KINDS, (False, True)):
             pairs, chain = random_chain(kind, layout, dist.get_world_size())
             log.clear()
@@ -194,7 +194,7 @@ def edges():
     """Cuts, underflow, and an initial state of zeros, in fp32."""
     size = dist.get_world_size()
     for layout, options in itertools.product(LAYOUTS, options_at(size)):
-        scan = Scan(dist.group.WORLD, layout=layout, timeout_seconds=20, **options)
+        scan = Scan(dist.group.WORLD, layout=layout, check_agreement=False, **options)
         for kind in KINDS:
             pairs, chain = random_chain(kind, layout, size, dtype=torch.float32)
             mine = own(chain, pairs)
