@@ -259,6 +259,162 @@ def defect_all_parameters_share_one_step():
     return "s['step'] = step" in distributed_optimizer_source("load_state_dict")
 
 
+def embedding_and_output_layer_are_of_the_classes_that_metp_replaces():
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    embedding = inspect.getsource(LanguageModelEmbedding.__init__)
+    model = inspect.getsource(GPTModel.__init__)
+    return (
+        "self.word_embeddings = tensor_parallel.VocabParallelEmbedding(" in embedding
+        and "self.embedding = LanguageModelEmbedding(" in model
+        and "tensor_parallel.ColumnParallelLinear" in model
+    )
+
+
+def the_model_takes_its_inputs_in_this_order():
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    names = parameters(GPTModel.forward)
+    return names[1:8] == [
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "decoder_input",
+        "labels",
+        "inference_context",
+        "packed_seq_params",
+    ] and {"inference_params", "padding_mask", "output_processor"} <= set(names)
+
+
+def an_output_processor_gets_hidden_states_before_there_are_logits():
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    source = inspect.getsource(GPTModel._postprocess)
+    asked = source.index("if output_processor is not None:")
+    call = source[asked : source.index("config=self.config,", asked)]
+    names = ("hidden_states", "output_layer", "output_weight", "labels")
+    return asked < source.index("logits, _ = self.output_layer(") and all(
+        f"{name}=" in call for name in names
+    )
+
+
+def hooks_before_wrapping_get_the_list_of_chunks():
+    from megatron.training.models import dist_utils
+
+    source = inspect.getsource(dist_utils)
+    return "_model = pre_wrap_hook(model_list)" in source
+
+
+def the_mlp_of_a_layer_comes_from_a_builder():
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    source = inspect.getsource(TransformerLayer.__init__)
+    call = source[source.index("self.mlp = submodules.mlp(") :].split(")\n", 1)[0]
+    return all(f"{n}=" in call for n in ("config", "pg_collection", "is_mtp_layer", "name")) and {
+        "submodules",
+        "ffn_hidden_size",
+        "tp_group",
+        "name",
+    } <= set(parameters(MLP.__init__))
+
+
+def linear_layers_and_core_attention_are_built_by_plain_calls():
+    from megatron.core.transformer.attention import Attention, SelfAttention
+
+    return (
+        "self.linear_qkv = submodules.linear_qkv(" in inspect.getsource(SelfAttention.__init__)
+        and "self.linear_proj = submodules.linear_proj(" in inspect.getsource(Attention.__init__)
+        and "self.core_attention = submodules.core_attention("
+        in inspect.getsource(Attention.__init__)
+        and "self.get_query_key_value_tensors(" in inspect.getsource(Attention.forward)
+    )
+
+
+def rows_of_query_key_and_value_lie_by_key_value_head():
+    from megatron.core.transformer.attention import SelfAttention
+
+    source = inspect.getsource(SelfAttention.get_query_key_value_tensors)
+    return "num_qkv_heads_per_group = num_query_heads_per_group + 2" in source and (
+        "(query, key, value) = torch.split(mixed_qkv, split_arg_list, dim=3)" in source
+    )
+
+
+def rotary_embeddings_cover_the_tokens_of_all_tensor_parallel_ranks():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    return "*= transformer_config.tensor_model_parallel_size" in inspect.getsource(
+        RotaryEmbedding.get_rotary_seq_len
+    )
+
+
+def layers_under_sequence_parallelism_draw_from_the_ranks_own_generator():
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    source = inspect.getsource(TransformerBlock.forward)
+    return "if self.config.sequence_parallel:" in source and (
+        "rng_context = tensor_parallel.get_cuda_rng_tracker().fork()" in source
+    )
+
+
+def tensor_and_context_parallel_ranks_are_ordered_tensor_first():
+    from megatron.core.parallel_state import RankGenerator
+
+    ranks = RankGenerator(tp=2, ep=1, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
+    return ranks.get_ranks("tp-cp") == [[0, 1, 2, 3]] and ranks.get_ranks("tp") == [[0, 1], [2, 3]]
+
+
+def gathered_parameters_are_waited_for_by_the_module_that_owns_them():
+    from megatron.core.distributed import DistributedDataParallel
+
+    source = inspect.getsource(DistributedDataParallel._make_forward_pre_hook)
+    return "module.parameters(recurse=False)" in source and "finish_param_sync(" in source
+
+
+def a_gradient_in_main_grad_is_not_added_again():
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.tensor_parallel import layers
+
+    hook = inspect.getsource(DistributedDataParallel._make_backward_post_hook)
+    stock = inspect.getsource(layers.LinearWithGradAccumulationAndAsyncCommunication.backward)
+    return all("grad_added_to_main_grad" in s and "zero_out_wgrad" in s for s in (hook, stock))
+
+
+def gradients_of_query_and_key_norms_are_summed_by_name():
+    from megatron.core.distributed import finalize_model_grads
+
+    source = inspect.getsource(inspect.getmodule(finalize_model_grads))
+    return '"q_layernorm" in name or "k_layernorm" in name' in source
+
+
+def checkpoint_keys_of_local_layers_are_those_of_transformer_engine():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map == {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+
+
+def defect_recomputing_norms_compiles_an_extension():
+    from megatron.core.tensor_parallel import random
+
+    source = inspect.getsource(random._get_share_storage)
+    return "load_inline(" in source and "if _share_storage_ext is None:" in source
+
+
+def defect_no_fp8_is_taken_for_a_wish_for_fp8():
+    from megatron.core.tensor_parallel import random
+
+    # From the file: the function itself has been replaced in this process.
+    return "self.fp8 = fp8 is not None" in Path(random.__file__).read_text() and (
+        "def __init__(self, fp8=False):" in Path(random.__file__).read_text()
+    )
+
+
 CLAIMS = [
     parser_takes_an_extra_arguments_provider,
     the_provider_gets_the_whole_parser_before_it_parses,
@@ -281,6 +437,20 @@ CLAIMS = [
     gradient_buffers_know_their_parameters_and_buckets,
     checkpoints_tell_the_arguments_of_their_run,
     the_null_tokenizer_ends_documents_with_its_last_id,
+    embedding_and_output_layer_are_of_the_classes_that_metp_replaces,
+    the_model_takes_its_inputs_in_this_order,
+    an_output_processor_gets_hidden_states_before_there_are_logits,
+    hooks_before_wrapping_get_the_list_of_chunks,
+    the_mlp_of_a_layer_comes_from_a_builder,
+    linear_layers_and_core_attention_are_built_by_plain_calls,
+    rows_of_query_key_and_value_lie_by_key_value_head,
+    rotary_embeddings_cover_the_tokens_of_all_tensor_parallel_ranks,
+    layers_under_sequence_parallelism_draw_from_the_ranks_own_generator,
+    tensor_and_context_parallel_ranks_are_ordered_tensor_first,
+    gathered_parameters_are_waited_for_by_the_module_that_owns_them,
+    a_gradient_in_main_grad_is_not_added_again,
+    gradients_of_query_and_key_norms_are_summed_by_name,
+    checkpoint_keys_of_local_layers_are_those_of_transformer_engine,
     defect_pretrain_cannot_be_told_that_there_is_no_gpu,
     defect_warming_up_kernels_draws_random_numbers,
     defect_the_wheel_cannot_compile_the_helpers_it_ships,
@@ -288,6 +458,8 @@ CLAIMS = [
     defect_a_new_optimizer_has_no_steps_to_agree_on,
     defect_optimizer_state_is_copied_with_gradients_on_and_needs_a_step,
     defect_all_parameters_share_one_step,
+    defect_recomputing_norms_compiles_an_extension,
+    defect_no_fp8_is_taken_for_a_wish_for_fp8,
 ]
 
 
