@@ -48,23 +48,29 @@ class BidirectionalFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, state = ctx.saved_tensors
-        segments = _whole(query, key, value, ctx.scale)
-        dout = out_gradient.unsqueeze(1)
-        dstate = torch.zeros_like(state)
-        for tile in tiles(segments, CHUNK, CHUNKS):
-            dstate += (tile.query.mT @ tile.load(dout)).sum(2, keepdim=True)
-        dstate = ctx.collectives.sum(dstate)
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        for tile in tiles(segments, CHUNK, CHUNKS):
-            parts = (
-                ctx.scale * (tile.load(dout) @ state.mT),
-                tile.value @ dstate.mT,
-                tile.key @ dstate,
-            )
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient[:, tile.tokens] = tile.store(part, gradient.shape[2]).squeeze(1)
-        return *gradients, None, None, None
+        # As in forward, whatever encloses the call of backward.
+        with torch.autocast(out_gradient.device.type, enabled=False):
+            return _backward(ctx, out_gradient)
+
+
+def _backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, state = ctx.saved_tensors
+    segments = _whole(query, key, value, ctx.scale)
+    dout = out_gradient.unsqueeze(1)
+    dstate = torch.zeros_like(state)
+    for tile in tiles(segments, CHUNK, CHUNKS):
+        dstate += (tile.query.mT @ tile.load(dout)).sum(2, keepdim=True)
+    dstate = ctx.collectives.sum(dstate)
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    for tile in tiles(segments, CHUNK, CHUNKS):
+        parts = (
+            ctx.scale * (tile.load(dout) @ state.mT),
+            tile.value @ dstate.mT,
+            tile.key @ dstate,
+        )
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[:, tile.tokens] = tile.store(part, gradient.shape[2]).squeeze(1)
+    return *gradients, None, None, None
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Segments:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..token_layout import SegmentChain
 from .inputs import Inputs
 from .normalizer import divide_by_last, with_ones
-from .segments import Segments
 
 
 def decode(
@@ -49,14 +48,22 @@ def decode(
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, scale=scale, normalize=normalize)
     inputs.check(SegmentChain(1, "contiguous"), values=False)
-    segments = Segments(q[:, None], k[:, None], v[:, None])
-    dtype, heads = segments.state_dtype, segments.state_heads
-    value = with_ones(v) if normalize else v
-    shape = q.shape[0], heads, q.shape[3], value.shape[3]
+    # Sums are in fp32: autocast must not turn their products into 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        return _decode(inputs)
+
+
+def _decode(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, v = inputs.query, inputs.value
+    log_decay, beta, state = inputs.log_decay, inputs.beta, inputs.initial_state
+    dtype, heads = inputs.sum_dtype, max(inputs.key.shape[2], v.shape[2])
+    if inputs.normalize:
+        v = with_ones(v)
+    shape = q.shape[0], heads, q.shape[3], v.shape[3]
     state = q.new_zeros(shape, dtype=dtype) if state is None else state.to(dtype)
     query, key, value = (
         tensor.to(dtype).repeat_interleave(max(1, heads // tensor.shape[2]), 2)
-        for tensor in (q * scale, k, value)
+        for tensor in (q, inputs.key, v)
     )
     outs = []
     for token in range(q.shape[1]):
@@ -70,5 +77,5 @@ def decode(
         state = state + row.mT * written
         queries = query[:, token].unflatten(1, (heads, -1))  # those that read one state
         outs.append((queries @ state).flatten(1, 2))
-    out = torch.stack(outs, 1)
-    return divide_by_last(out, q.dtype) if normalize else out.to(q.dtype), state
+    out = inputs.scale * torch.stack(outs, 1)
+    return divide_by_last(out, q.dtype) if inputs.normalize else out.to(q.dtype), state

@@ -54,9 +54,9 @@ class Documents:
             total: tokens of the sequence.
             reverse: for segments whose tokens stand in reverse order.
         """
-        inner = sorted({start for start in boundaries or () if 0 < start < total})
-        length = total // chain.length
-        connected = any(edge not in set(inner) for edge in range(length, total, length))
+        starting = {start for start in boundaries or () if 0 < start < total}
+        inner, length = sorted(starting), total // chain.length
+        connected = any(edge not in starting for edge in range(length, total, length))
         marked = []
         for index, segment in enumerate(chain.ranges(rank, total)):
             # Backwards, a document starts at its last token.

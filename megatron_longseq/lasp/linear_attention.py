@@ -139,6 +139,13 @@ class LinearAttentionOperator:
 
     def _attend(self, inputs: Inputs, problem: UserError | None) -> tuple[Tensor, Tensor | None]:
         kernel, boundaries = self._prepare(inputs, problem)
+        # Sums are in fp32: autocast must not turn their products into 16 bits.
+        with torch.autocast(inputs.query.device.type, enabled=False):
+            return self._run(inputs, kernel, boundaries)
+
+    def _run(
+        self, inputs: Inputs, kernel: ChunkKernel, boundaries: list[int] | None
+    ) -> tuple[Tensor, Tensor | None]:
         value = with_ones(inputs.value) if inputs.normalize else inputs.value
         final: Tensor | None = None
         if not inputs.causal:

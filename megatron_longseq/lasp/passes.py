@@ -145,44 +145,52 @@ class LinearAttentionFunction(torch.autograd.Function):
     def backward(
         ctx: Any, out_gradient: Tensor | None, final_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
-        query, key, value, log_decay, beta, entering = ctx.saved_tensors
-        segments = plan.inputs(query, key, value, log_decay, beta)
-        if out_gradient is None:
-            shape = *query.shape[:2], segments.out_heads, value.shape[3]
-            out_gradient = query.new_zeros(()).expand(shape)
-        dout = plan.cut(out_gradient)
-        leaving = plan.at_end(final_gradient, plan.last, segments)
-        gates = ctx.needs_input_grad[3]
-        if plan.scan is None:
-            result = plan.kernel.d_intra(
-                segments, dout, entering, dtype=query.dtype, state_gradient=leaving, gates=gates
-            )
-        else:
-            scan = plan.scan.start(
-                plan.kernel.d_summary(segments, dout),
-                reverse=not plan.reverse,
-                initial_state=None if leaving is None else leaving[:, plan.last],
-            )
-            result = plan.kernel.d_intra(
-                segments, dout, entering, dtype=segments.state_dtype, gates=gates
-            )
-            arrived = torch.stack(scan.wait().states, 1)
-            plan.kernel.d_apply(segments, result, entering, arrived)
-        log_decay_gradient, initial_gradient = result.log_decay, None
-        if log_decay_gradient is not None and log_decay_gradient.dim() > 1:
-            log_decay_gradient = plan.join(log_decay_gradient)
-        if ctx.initial_dtype is not None:
-            # It enters where the chain begins and nowhere else.
-            initial_gradient = torch.zeros_like(result.state[:, 0], dtype=ctx.initial_dtype)
-            if plan.first is not None:
-                initial_gradient.copy_(result.state[:, plan.first])
-        return (
-            plan.join(result.query).to(query.dtype),
-            plan.join(result.key).to(key.dtype),
-            plan.join(result.value).to(value.dtype),
-            None if log_decay_gradient is None else log_decay_gradient.to(log_decay.dtype),
-            None if result.beta is None else plan.join(result.beta).to(beta.dtype),
-            initial_gradient,
-            None,
+        # As in forward, whatever encloses the call of backward.
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _backward(ctx, out_gradient, final_gradient)
+
+
+def _backward(
+    ctx: Any, out_gradient: Tensor | None, final_gradient: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    plan: Plan = ctx.plan
+    query, key, value, log_decay, beta, entering = ctx.saved_tensors
+    segments = plan.inputs(query, key, value, log_decay, beta)
+    if out_gradient is None:
+        shape = *query.shape[:2], segments.out_heads, value.shape[3]
+        out_gradient = query.new_zeros(()).expand(shape)
+    dout = plan.cut(out_gradient)
+    leaving = plan.at_end(final_gradient, plan.last, segments)
+    gates = ctx.needs_input_grad[3]
+    if plan.scan is None:
+        result = plan.kernel.d_intra(
+            segments, dout, entering, dtype=query.dtype, state_gradient=leaving, gates=gates
         )
+    else:
+        scan = plan.scan.start(
+            plan.kernel.d_summary(segments, dout),
+            reverse=not plan.reverse,
+            initial_state=None if leaving is None else leaving[:, plan.last],
+        )
+        result = plan.kernel.d_intra(
+            segments, dout, entering, dtype=segments.state_dtype, gates=gates
+        )
+        arrived = torch.stack(scan.wait().states, 1)
+        plan.kernel.d_apply(segments, result, entering, arrived)
+    log_decay_gradient, initial_gradient = result.log_decay, None
+    if log_decay_gradient is not None and log_decay_gradient.dim() > 1:
+        log_decay_gradient = plan.join(log_decay_gradient)
+    if ctx.initial_dtype is not None:
+        # It enters where the chain begins and nowhere else.
+        initial_gradient = torch.zeros_like(result.state[:, 0], dtype=ctx.initial_dtype)
+        if plan.first is not None:
+            initial_gradient.copy_(result.state[:, plan.first])
+    return (
+        plan.join(result.query).to(query.dtype),
+        plan.join(result.key).to(key.dtype),
+        plan.join(result.value).to(value.dtype),
+        None if log_decay_gradient is None else log_decay_gradient.to(log_decay.dtype),
+        None if result.beta is None else plan.join(result.beta).to(beta.dtype),
+        initial_gradient,
+        None,
+    )

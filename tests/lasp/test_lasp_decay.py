@@ -15,7 +15,7 @@ from recurrences import (
     small_operator,
 )
 
-from megatron_longseq.lasp import LinearAttentionOperator, linear_attention
+from megatron_longseq.lasp import LinearAttentionOperator, decode, linear_attention
 from megatron_longseq.lasp.segments import Segments
 from megatron_longseq.lasp.torch_kernels import TorchKernel
 
@@ -217,3 +217,21 @@ def test_states_and_transitions_are_in_the_dtype_of_the_sums(dtype):
     for pair in (*kernel.summary(segments), *kernel.d_summary(segments, v)):
         assert pair.transition.dtype == pair.state.dtype == wide
         assert pair.kind == "matrix"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_autocast_does_not_reach_the_sums(causal):
+    q, k, v = (torch.randn(1, 70, 2, 8, requires_grad=True) for _ in range(3))
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, _ = linear_attention(q, k, v, causal=causal)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(map(torch.equal, *results))
+
+
+def test_autocast_does_not_reach_decoding():
+    q, k, v = (torch.randn(1, 3, 2, 8) for _ in range(3))
+    plain = decode(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, decode(q, k, v), plain))
