@@ -160,6 +160,18 @@ def test_our_flags_take_effect_on_every_way(way, stock, pool, checkout, tmp_path
     assert "2D attention" not in (tmp_path / "logs" / "rank1.log").read_text()
 
 
+@pytest.mark.parametrize("way", ["hooked", "spec"])
+def test_metp_takes_effect_in_a_script_that_is_not_ours(way, stock, pool, checkout, tmp_path):
+    if is_real(checkout):
+        pytest.skip("tested on the tiny script, whose loss is another")
+    flags, options = f"{TP2} --sequence-parallel", "longseq-tensor-parallel=metp"
+    found = steps_of(way, pool, checkout, tmp_path, flags, options=options, processes=2)
+    assert losses(found) == pytest.approx(losses(stock[""]), rel=1e-6)
+    text = (tmp_path / "logs" / "rank0.log").read_text()
+    assert text.count("METP attention, 2 steps of 2 heads") == 1
+    assert "METP MLP, 2 weight shards" in text
+
+
 def losses(steps: list[tuple[str, ...]]) -> list[float]:
     return [float(step[0]) for step in steps]
 
