@@ -112,8 +112,9 @@ class METPSelfAttention(SelfAttention):
         def to_heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             # Each key/value group's queries, then its key, then its value: as Megatron lays them.
             groups = mixed.view(*mixed.shape[:2], -1, queries + 2, width)
-            query = groups[:, :, :, :queries].flatten(2, 3)
-            key, value = groups[:, :, :, queries], groups[:, :, :, queries + 1]
+            # One split and no slices, whose gradients are each as large as all of `mixed`.
+            parts = groups.split([queries, 1, 1], 3)
+            query, key, value = (part.flatten(2, 3) for part in parts)
             if self.q_layernorm is not None:
                 query = self.q_layernorm(query)
             if self.k_layernorm is not None:
