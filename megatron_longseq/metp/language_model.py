@@ -153,7 +153,7 @@ class RingOutputLayer(ColumnParallelLinear):
             input_,
             self.weight if weight is None else weight,
             labels,
-            runtime.positions(labels.shape[1], labels.device),
+            runtime.order(labels.shape[1], labels.device),
             ring=runtime.vocabulary_ring,
             fused_gradients=self.gradient_accumulation_fusion,
         )

@@ -6,10 +6,8 @@ their way while this one is worked with; :class:`OwnerReduce` adds the gradients
 their owner while the next is worked with. Both keep two sets of buffers, leased and returned.
 """
 
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from datetime import timedelta
 from itertools import chain
 
 import torch
@@ -17,70 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.buffers import BufferPool
+from ..communication.collectives import CollectiveFlight
 from ..communication.groups import GroupPlace
 from ..communication.ring import accumulation_dtype
-from ..communication.slots import SETTLE_SECONDS, Slot
-from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Stream, transfer_failure
+from ..communication.slots import Slot
+from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Stream
 from ..errors import UserError, divisors, nearest_values
 
 SHARD_BROADCAST = Stream("weight shards", 0)
 SHARD_REDUCE = Stream("weight gradients", 0)
-
-
-class Collectives:
-    """Collective calls of one step that are in flight, and the host's wait for them."""
-
-    def __init__(
-        self, place: GroupPlace, stream: Stream, timeout_seconds: float, step: str, what: str
-    ) -> None:
-        self._place = place
-        self._stream = stream
-        self._timeout_seconds = timeout_seconds
-        self._step = step
-        self._what = what
-        self._works: list[dist.Work] = []
-        # Waiting with a limit blocks the host, which is right for gloo alone.
-        self._holds_host = place.group is not None and dist.get_backend(place.group) == "gloo"
-
-    def post(self, call: Callable[[], dist.Work]) -> None:
-        try:
-            self._works.append(call())
-        except RuntimeError as error:
-            raise self._failure(error, 0.0) from error
-
-    def wait(self) -> None:
-        started = time.monotonic()
-        while self._works:
-            try:
-                if self._holds_host:
-                    left = self._timeout_seconds - (time.monotonic() - started)
-                    self._works[0].wait(timedelta(seconds=max(left, 0.001)))
-                else:
-                    self._works[0].wait()
-            except RuntimeError as error:
-                raise self._failure(error, time.monotonic() - started) from error
-            del self._works[0]
-
-    def settle(self) -> bool:
-        """On the way out of an error: whether the buffers are free to reuse."""
-        works, self._works = self._works, []
-        try:
-            for work in works:
-                work.wait(timedelta(seconds=SETTLE_SECONDS))
-        except RuntimeError:
-            return False
-        return True
-
-    def _failure(self, error: Exception, elapsed: float) -> Exception:
-        return transfer_failure(
-            self._place,
-            self._stream,
-            self._what,
-            self._step,
-            error,
-            elapsed_seconds=elapsed,
-            timeout_seconds=self._timeout_seconds,
-        )
 
 
 class ShardBroadcast:
@@ -133,7 +76,7 @@ class ShardBroadcast:
         steps = self.place.size // per_step
         sets: list[list[Slot]] = []
         own = Slot.to_send(self._pool, shard)
-        flights: list[Collectives] = []
+        flights: list[CollectiveFlight] = []
         try:
             received = per_step if self.place.size > 1 else 0
             for _ in range(min(2, steps)):
@@ -165,8 +108,8 @@ class ShardBroadcast:
         owners = range(step * per_step, (step + 1) * per_step)
         return list(zip(owners, slots or [own] * per_step, strict=True))
 
-    def _start(self, step: int, per_step: int, own: Slot, slots: list[Slot]) -> Collectives:
-        flight = Collectives(
+    def _start(self, step: int, per_step: int, own: Slot, slots: list[Slot]) -> CollectiveFlight:
+        flight = CollectiveFlight(
             self.place,
             SHARD_BROADCAST,
             self.timeout_seconds,
@@ -214,7 +157,7 @@ class OwnerReduce:
         self._kinds = [(t.shape, dtype or accumulation_dtype(t.dtype)) for t in like]
         self._device = like[0].device
         self._timeout_seconds = timeout_seconds
-        self._slots: list[tuple[Slot, Collectives | None, int]] = []
+        self._slots: list[tuple[Slot, CollectiveFlight | None, int]] = []
         self._home: tuple[Tensor, ...] | None = None
 
     def __enter__(self) -> "OwnerReduce":
@@ -243,7 +186,7 @@ class OwnerReduce:
         self._finish(slot, earlier, owned)
         for total, part in zip(slot.tensors, parts, strict=True):
             total.copy_(part)
-        flight = Collectives(
+        flight = CollectiveFlight(
             self.place,
             SHARD_REDUCE,
             self._timeout_seconds,
@@ -269,7 +212,7 @@ class OwnerReduce:
             raise RuntimeError("no gradient has been added for the shard of this rank")
         return self._home
 
-    def _finish(self, slot: Slot, flight: Collectives | None, owner: int) -> None:
+    def _finish(self, slot: Slot, flight: CollectiveFlight | None, owner: int) -> None:
         if flight is None:
             return
         flight.wait()

@@ -10,7 +10,7 @@ element of a gradient on its way:
     sums at the owner                          (p - 1) S e'             (p - 1) T
     K and V             all head groups        (p - 1) n b g (d+dv) e   2 (p - 1) p / m
     dK and dV                                  p n b g (d+dv) e'        2 p p / m
-    losses              gathered to [b, s]     (p - 1) (n b e' + 8 n)   2 (p - 1)
+    losses              gathered to [b, s]     (p - 1) n b e'           p - 1
 
 Forward and backward each move the weights, K and V once; backward alone moves gradients. A lookup's
 backward moves gradients only, the losses are gathered in forward only. A broadcast or a sum counts
@@ -39,7 +39,7 @@ class PassTraffic:
         weight_ring, weight_gradients: of the matmul chain, the vocabulary loss or the lookup.
         weight_broadcast, weight_sums: of attention's weights and of their gradients.
         key_value_ring, key_value_gradients: of attention.
-        losses: of all tokens, with their positions.
+        losses: of all tokens.
     """
 
     weight_ring: StreamTraffic = field(default_factory=StreamTraffic)
@@ -179,11 +179,11 @@ def vocabulary_loss_traffic(
         trained: the weight needs a gradient.
     """
     shard = vocabulary // ranks * hidden
-    gathered = tokens * batch * loss_bytes + tokens * 8
+    gathered = tokens * batch * loss_bytes
     return PassTraffic(
         weight_ring=_hops(ranks - 1, 1, shard * element_bytes),
         weight_gradients=_gradient_hops(ranks, 1, shard * gradient_bytes, backward, trained),
-        losses=StreamTraffic() if backward else _hops(ranks - 1, 2, gathered),
+        losses=StreamTraffic() if backward else _hops(ranks - 1, 1, gathered),
     )
 
 

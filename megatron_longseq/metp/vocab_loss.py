@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..communication.collectives import CollectiveFlight
 from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import Stream
-from .lockstep import Collectives
 from .products import add_product, returned_gradient
 
 # Logits of a tile, in columns for each of a rank's tokens. As wide as a usual hidden state is the
@@ -38,7 +38,7 @@ def ring_cross_entropy(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
-    positions: Tensor,
+    order: Tensor,
     *,
     ring: Ring,
     tile_columns: int = TILE_COLUMNS,
@@ -53,8 +53,8 @@ def ring_cross_entropy(
         weight: ``[V / p, h]``, this rank's rows of the output embedding, in order of rank.
         labels: ``[b, s]`` int64, of all tokens of the ring's ranks in natural order; the same on
             every rank.
-        positions: ``[rows]`` int64, which of the ``s`` tokens the rows of ``x`` are; the ranks'
-            positions together are each of ``0 .. s - 1`` once.
+        order: ``[s]`` int64, which token stands in each row when the ``x`` of the ranks are side by
+            side; the same on every rank.
         ring: over the ranks that share the vocabulary.
         tile_columns: of the vocabulary at a time.
         fused_gradients: add the weight's gradient to ``main_grad``.
@@ -64,9 +64,7 @@ def ring_cross_entropy(
         The gradient that flows back into it must be the same on every rank: each takes its own
         tokens' part.
     """
-    return _RingCrossEntropy.apply(
-        x, weight, labels, positions, ring, tile_columns, fused_gradients
-    )
+    return _RingCrossEntropy.apply(x, weight, labels, order, ring, tile_columns, fused_gradients)
 
 
 class _RingCrossEntropy(torch.autograd.Function):
@@ -76,12 +74,14 @@ class _RingCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
-        positions: Tensor,
+        order: Tensor,
         ring: Ring,
         tile_columns: int,
         fused: bool,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        # A copy: kept for backward, it must not keep the order of all ranks.
+        positions = order.view(ring.size, -1)[ring.position].clone()
         own = labels[:, positions].t().reshape(-1)
         wide = accumulation_dtype(x.dtype)
         lse = rows.new_full((len(rows),), -torch.inf, dtype=wide)
@@ -102,7 +102,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(x, weight, own, positions, lse)
         ctx.ring, ctx.tile_columns, ctx.fused = ring, tile_columns, fused
         losses = (lse - label_logit).view(x.shape[0], x.shape[1])
-        return _in_natural_order(losses, positions, ring)
+        return _in_natural_order(losses, order, ring)
 
     @staticmethod
     @once_differentiable
@@ -153,16 +153,15 @@ def _logit_gradient(
     return dz.mul_(dloss).to(rows.dtype)
 
 
-def _in_natural_order(losses: Tensor, positions: Tensor, ring: Ring) -> Tensor:
-    """``[rows, b]`` of every rank to ``[b, s]`` in order of position."""
+def _in_natural_order(losses: Tensor, order: Tensor, ring: Ring) -> Tensor:
+    """``[rows, b]`` of every rank to ``[b, s]`` in natural order."""
     place = ring.place
     if place.size > 1:
-        flight = Collectives(place, LOSSES, ring.timeout_seconds, "the last step", "gathering")
-        gathered = []
-        for own in (losses.contiguous(), positions.contiguous()):
-            parts = [torch.empty_like(own) for _ in place.ranks]
-            flight.post(partial(dist.all_gather, parts, own, group=place.group, async_op=True))
-            gathered.append(parts)
+        parts = [torch.empty_like(losses) for _ in place.ranks]
+        flight = CollectiveFlight(place, LOSSES, ring.timeout_seconds, "the last step", "gathering")
+        flight.post(
+            partial(dist.all_gather, parts, losses.contiguous(), group=place.group, async_op=True)
+        )
         flight.wait()
-        losses, positions = (torch.cat(parts) for parts in gathered)
-    return torch.empty_like(losses).index_copy_(0, positions, losses).t().contiguous()
+        losses = torch.cat(parts)
+    return torch.empty_like(losses).index_copy_(0, order, losses).t().contiguous()

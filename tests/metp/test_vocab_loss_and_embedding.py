@@ -43,7 +43,8 @@ class Problem:
     def __init__(self, p, *, per_rank=4, batch=2, hidden=6, rows=5, scale=1.0, dtype=torch.float64):
         total, self.vocabulary = per_rank * p, rows * p
         self.p, self.rank, self.dtype = p, dist.get_rank() if p > 1 else 0, dtype
-        self.positions = zigzag_tokens(self.rank, p, total)
+        self.order = torch.cat([zigzag_tokens(rank, p, total) for rank in range(p)])
+        self.positions = self.order.chunk(p)[self.rank]
         self.x = normal(total, batch, hidden, scale=scale, dtype=dtype).double()
         self.weight = normal(rows * p, hidden, seed=1, dtype=dtype).double()
         self.dy = normal(total, batch, hidden, seed=2, dtype=dtype).double()
@@ -73,7 +74,7 @@ class Problem:
 
     def loss(self, ring, **options):
         x, weight = self.shards()
-        loss = ring_cross_entropy(x, weight, self.labels, self.positions, ring=ring, **options)
+        loss = ring_cross_entropy(x, weight, self.labels, self.order, ring=ring, **options)
         loss.backward(self.dloss.to(loss.dtype))
         return [loss.detach(), x.grad, weight.grad]
 
@@ -119,7 +120,7 @@ def frozen(ring, problem):
         x, weight = problem.shards()
         x.requires_grad_(trains[0]), weight.requires_grad_(trains[1])
         ours = ring_cross_entropy(
-            x, weight, problem.labels, problem.positions, ring=ring, tile_columns=2
+            x, weight, problem.labels, problem.order, ring=ring, tile_columns=2
         )
         ours.backward(problem.dloss)
         wanted = [dx if trains[0] else None, dweight if trains[1] else None]
@@ -197,7 +198,7 @@ def tied():
             problem.labels.t()[problem.positions], weight, ring=ring, fused_gradients=True
         )
         loss = ring_cross_entropy(
-            x, weight, problem.labels, problem.positions, ring=ring, fused_gradients=True
+            x, weight, problem.labels, problem.order, ring=ring, fused_gradients=True
         )
         torch.autograd.backward([rows, loss], [problem.dy[problem.positions], problem.dloss])
     expected = 2 * (problem.expected_loss()[2] + problem.expected_rows()[1])
@@ -237,7 +238,7 @@ def costs():
                                     x,
                                     weight,
                                     problem.labels,
-                                    problem.positions,
+                                    problem.order,
                                     ring=ring,
                                     tile_columns=5,
                                 )
@@ -290,7 +291,7 @@ def many_calls():
         for problem in lengths:
             x, weight = problem.shards()
             tokens = problem.labels.t()[problem.positions]
-            loss = ring_cross_entropy(x, weight, problem.labels, problem.positions, ring=ring)
+            loss = ring_cross_entropy(x, weight, problem.labels, problem.order, ring=ring)
             pending.append((problem, weight, loss, ring_embedding(tokens, weight, ring=ring)))
         for problem, _, loss, rows in pending:
             loss.backward(problem.dloss)
