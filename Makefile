@@ -56,6 +56,10 @@ lint: ready ## check style and types
 bench-attention: setup-bench ## compare 2D attention with DeepSpeed-Ulysses and others
 	@$(PYTHON_IN_VENV) benchmarks/attention.py $(ARGS)
 
+.PHONY: bench-metp
+bench-metp: ready ## compare METP with Megatron's tensor parallelism
+	@$(PYTHON_IN_VENV) benchmarks/metp.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove caches, build results and the demo's output; keeps .venv
 	@rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
