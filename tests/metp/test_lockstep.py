@@ -9,8 +9,8 @@ from grids import refused
 from metp_reference import leaves, normal
 
 from megatron_longseq.communication import BufferPool, Ring
+from megatron_longseq.communication import collectives as collectives_module
 from megatron_longseq.communication import slots as slots_module
-from megatron_longseq.metp import lockstep as lockstep_module
 from megatron_longseq.metp.lockstep import OwnerReduce, ShardBroadcast
 from megatron_longseq.metp.vocab_loss import ring_cross_entropy
 
@@ -136,7 +136,7 @@ def missing_peer(gone):
     """Rank 1 is late, or gone; what the others' errors say, after how long, and what is leased."""
     rank, results = dist.get_rank(), {}
     limit = 3.0 if gone else 0.3
-    slots_module.SETTLE_SECONDS = lockstep_module.SETTLE_SECONDS = 0.3
+    slots_module.SETTLE_SECONDS = collectives_module.SETTLE_SECONDS = 0.3
     groups = {what: dist.new_group() for what in ("broadcast", "reduce", "losses")}
     pools = {what: BufferPool() for what in groups}
     for group in groups.values():  # connected
