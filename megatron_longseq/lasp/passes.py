@@ -132,7 +132,7 @@ class LinearAttentionFunction(torch.autograd.Function):
             entering, final = torch.stack(scanned.states, 1), scanned.total
             plan.kernel.apply(segments, out, entering)
         ctx.save_for_backward(query, key, value, log_decay, beta, entering)
-        ctx.plan = plan
+        ctx.plan, ctx.device_type = plan, query.device.type
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.set_materialize_grads(False)
         result = plan.join(out).to(plan.out_dtype)
@@ -146,7 +146,7 @@ class LinearAttentionFunction(torch.autograd.Function):
         ctx: Any, out_gradient: Tensor | None, final_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         # As in forward, whatever encloses the call of backward.
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+        with torch.autocast(ctx.device_type, enabled=False):
             return _backward(ctx, out_gradient, final_gradient)
 
 

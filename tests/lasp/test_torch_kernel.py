@@ -83,6 +83,9 @@ def test_two_phases_equal_one(kind, packed):
         if packed:
             # A cut passes exactly nothing on.
             assert all((pair.transition == 0).all() for pair in forward)
+            if gradients.log_decay is not None and gradients.log_decay.dim() > 1:
+                # The decay of a document's first token acts on nothing, exactly.
+                assert (gradients.log_decay[0][segments.starts] == 0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
