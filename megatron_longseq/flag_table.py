@@ -223,7 +223,7 @@ RULES: tuple[FlagRule, ...] = (
         "takes effect",
         "selective or full, with every layer of ours",
         "a recomputed attention repeats its communication, in the same order on all ranks; under "
-        "METP `--recompute-modules` layernorm saves most, core_attn and mlp save nothing",
+        "METP `--recompute-modules` layernorm saves most, core_attn saves nothing",
     ),
     FlagRule(
         "--sequence-parallel",

@@ -105,6 +105,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "it out",
         None,
     ),
+    _option(
+        "recompute_modules",
+        "METP keeps nothing of an MLP but its input, and Megatron's checkpoint of one with biases "
+        "recurses without end; leave mlp out",
+        None,
+        refuses=lambda value: "mlp" in (value or ()),
+    ),
     _option("use_mup", _LOSS),
     _option("cross_entropy_loss_fusion", _LOSS),
     _option("fp16_lm_cross_entropy", _LOSS),

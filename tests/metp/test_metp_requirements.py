@@ -34,6 +34,7 @@ REFUSED_VALUES = {
     "cpu_offloading_num_layers": ("1", 1),
     "mtp_num_layers": ("1", 1),
     "position_embedding_type": ("mrope", "mrope"),
+    "recompute_modules": ("layernorm mlp", ["layernorm", "mlp"]),
 }
 
 # case: world size, flags beside GOOD and METP, what the message must say
