@@ -17,6 +17,15 @@ from . import cpu_platform, flag_table
 from .attention_2d.factorisation import Factorisation, factorise
 from .config import check_options, flag_of, options, ranks_per_node
 from .errors import UserError, check_at_least_one, divisors, nearest_values
+from .lasp.requirements import (
+    MEGATRON_SIZES,
+    MODEL_OPTIONS,
+    RUN_OPTIONS,
+    check_length,
+    check_linear,
+    check_positions,
+    preset_of,
+)
 from .metp.requirements import check_metp
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -87,6 +96,7 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
         _check_cpu(parser, args, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     _check_metp(args, given)
+    _check_linear(args, given)
     _check_two_d_attention(args, given)
     return args
 
@@ -104,6 +114,9 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     )
     if cpu_platform.is_installed() and interleaved and args.pipeline_model_parallel_size > 2:
         derived["overlap_p2p_comm"] = False
+    if args.longseq_linear_attention == "none":
+        # For Megatron's own linear layers, whose sizes have other defaults.
+        derived |= {n: v for n, v in MEGATRON_SIZES.items() if getattr(args, n) is None}
     if args.longseq_context_parallel != "2d" or args.context_parallel_size == 1:
         return derived
     chosen = _factorisation(args)
@@ -201,6 +214,31 @@ def _check_metp(args: argparse.Namespace, given: dict[str, Any]) -> None:
         raise UserError(
             f"--seq-length {args.seq_length}: under METP every tensor- and context-parallel rank "
             f"holds two equal pieces, so it must be a multiple of {parts}; nearest: {nearest}"
+        )
+
+
+def _check_linear(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    if args.longseq_linear_attention == "none":
+        _refuse_without(
+            given, [*MODEL_OPTIONS[1:], *RUN_OPTIONS], "--longseq-linear-attention MODEL"
+        )
+        return
+    check_linear(args)
+    rotary = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
+    check_positions(args, rotary, args.rotary_percent)
+    check_length(args)
+    preset = preset_of(args)
+    assert preset is not None
+    if "linear_conv_kernel_dim" in given and not preset.convolution:
+        raise UserError(
+            f"--linear-conv-kernel-dim {args.linear_conv_kernel_dim}: "
+            f"--longseq-linear-attention {preset.name} has no convolution; leave it out"
+        )
+    if args.context_parallel_size == 1:
+        _refuse_without(
+            given,
+            ["longseq_scan", "longseq_linear_layout"],
+            "--context-parallel-size greater than 1",
         )
 
 

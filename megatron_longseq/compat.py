@@ -118,11 +118,13 @@ def model_config(
     elif model.transformer_layer_spec is not layer_spec and (
         config.longseq_context_parallel != "megatron"
         or config.longseq_tensor_parallel != "megatron"
+        or config.longseq_linear_attention != "none"
     ):
         raise UserError(
             f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
-            f"--longseq-context-parallel {config.longseq_context_parallel} and "
-            f"--longseq-tensor-parallel {config.longseq_tensor_parallel} would have no effect; "
+            f"--longseq-context-parallel {config.longseq_context_parallel}, "
+            f"--longseq-tensor-parallel {config.longseq_tensor_parallel} and "
+            f"--longseq-linear-attention {config.longseq_linear_attention} would have no effect; "
             "leave one of the two out"
         )
     return model
@@ -160,6 +162,13 @@ def norm_of_transformer_engine() -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def column_linear_of_transformer_engine() -> Any:
+    """Transformer Engine's column-parallel linear layer, without a norm before it."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
 
 
 def saved_common_state(folder: Any) -> Any:

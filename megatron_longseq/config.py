@@ -13,6 +13,8 @@ from megatron.core.transformer import TransformerConfig
 
 from .attention_2d.factorisation import Factorisation, factorise
 from .errors import UserError, check_at_least_one
+from .lasp import presets
+from .lasp.requirements import MEGATRON_SIZES, check_linear
 from .metp.requirements import check_metp, parse_min_tokens
 
 # A year: what a clock of the transport can still count.
@@ -90,6 +92,54 @@ class LongSeqTransformerConfig(TransformerConfig):
         type=int,
         metavar="N",
     )
+    longseq_linear_attention: str = _option(
+        "none",
+        "Layers of linear attention, of this model, in place of softmax attention: all of them, or "
+        "those that --linear-attention-freq names. They split a sequence over "
+        "--context-parallel-size ranks by passing states on (LASP). Sizes: Megatron's "
+        "--linear-key-head-dim and its kin, else those of softmax attention.",
+        choices=presets.NAMES,
+    )
+    longseq_feature_map: str = _option(
+        "auto",
+        "Map of queries and keys of linear attention, where the model leaves it open: elu is "
+        "elu(x) + 1. Default: the model's.",
+        choices=presets.FEATURE_MAPS,
+    )
+    longseq_output_norm: str = _option(
+        "auto",
+        "Norm behind linear attention: the sum of the weights (denominator), a norm per head with "
+        "weights (head), or over all heads without (hidden). Default: the model's.",
+        choices=presets.OUTPUT_NORMS,
+    )
+    longseq_output_gate: str = _option(
+        "auto",
+        "Activation of the gate behind linear attention, or none. Default: the model's.",
+        choices=presets.OUTPUT_GATES,
+    )
+    longseq_scan: str = _option(
+        "auto",
+        "How states of linear attention travel along the sequence: one after the other (ring), all "
+        "to all (all_gather, LASP-2), in doubling steps (log_scan), in blocks (all_scan, ZeCO), or "
+        "inside the nodes first (two_level). Default: the fastest by a cost model.",
+        choices=("auto", "ring", "all_gather", "log_scan", "all_scan", "two_level"),
+    )
+    longseq_linear_layout: str = _option(
+        "zigzag",
+        "Tokens of a rank: Megatron's zigzag, or one contiguous part, which halves the states that "
+        "travel, for models of linear attention alone, without RoPE.",
+        choices=("zigzag", "contiguous"),
+    )
+    longseq_linear_backend: str = _option(
+        "auto",
+        "Kernel of one rank's part of linear attention: torch, triton, or the first usable.",
+        choices=("auto", "torch", "triton"),
+    )
+    # Megatron's sizes of linear layers, without its defaults: none given are softmax attention's.
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
     longseq_comm_timeout_seconds: float = _option(
         1800.0,
         "Limit of every wait in this package's communication. Over gloo the run then stops with "
@@ -99,6 +149,10 @@ class LongSeqTransformerConfig(TransformerConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.longseq_linear_attention == "none":
+            for name, value in MEGATRON_SIZES.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
         super().__post_init__()
         check_options({field.name: getattr(self, field.name) for field in options()})
         check_methods(self)
@@ -118,6 +172,7 @@ def check_methods(config: TransformerConfig) -> None:
                 "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
                 "context-parallel ranks; use 1"
             )
+    check_linear(config)
     check_two_d_attention(config)
 
 

@@ -31,6 +31,7 @@ from .config import (
     options,
 )
 from .errors import NodeError, UserError
+from .lasp.requirements import check_own_batches
 from .run_config import command_line
 
 VARIABLE = "LONGSEQ_CONFIG"
@@ -99,6 +100,7 @@ def options_for(transformer_config: Any) -> Any:
     for name, value in values.items():
         setattr(transformer_config, name, value)
     check_methods(transformer_config)
+    check_own_batches(transformer_config, "the trainer")
     _check_levels(transformer_config)
     return transformer_config
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import cpu_platform
-from .metp.requirements import UNSUPPORTED, Unsupported
+from .lasp.requirements import MEGATRON_SIZES, SOFTMAX_ONLY, linear_layers
+from .lasp.requirements import UNSUPPORTED as NOT_LINEAR
+from .metp.requirements import UNSUPPORTED
+from .unsupported import Unsupported
 
 Effect = Literal["takes effect", "mapped", "refused"]
 
@@ -59,6 +62,36 @@ def _not_with_metp(option: Unsupported) -> FlagRule:
         "with --longseq-tensor-parallel metp",
         option.reason,
         refuses=lambda args: _metp(args) and option.rejects(getattr(args, option.name)),
+    )
+
+
+def _linear(args: Any) -> bool:
+    return args.longseq_linear_attention != "none"
+
+
+def _all_linear(args: Any) -> bool:
+    return _linear(args) and args.num_layers is not None and all(linear_layers(args))
+
+
+def _not_with_linear(option: Unsupported) -> FlagRule:
+    return FlagRule(
+        option.flag,
+        option.name,
+        "refused",
+        "with --longseq-linear-attention",
+        option.reason,
+        refuses=lambda args: _linear(args) and option.rejects(getattr(args, option.name)),
+    )
+
+
+def _not_without_softmax(option: Unsupported) -> FlagRule:
+    return FlagRule(
+        option.flag,
+        option.name,
+        "refused",
+        "with --longseq-linear-attention in all layers",
+        option.reason,
+        refuses=lambda args: _all_linear(args) and option.rejects(getattr(args, option.name)),
     )
 
 
@@ -200,12 +233,16 @@ RULES: tuple[FlagRule, ...] = (
         "--context-parallel-size",
         "context_parallel_size",
         "refused",
-        "greater than 1 with --longseq-context-parallel megatron and local layers or METP",
+        "greater than 1 with --longseq-context-parallel megatron and local layers of softmax "
+        "attention or METP",
         "Megatron's local attention cannot split a sequence, and METP's is not Megatron's; use "
         "--longseq-context-parallel 2d, --context-parallel-size 1, or, without METP, "
         "--transformer-impl transformer_engine on a GPU",
         refuses=lambda args: (
-            args.context_parallel_size > 1 and (_local(args) or _metp(args)) and not _two_d(args)
+            args.context_parallel_size > 1
+            and (_local(args) or _metp(args))
+            and not _two_d(args)
+            and not _all_linear(args)
         ),
     ),
     FlagRule(
@@ -216,7 +253,43 @@ RULES: tuple[FlagRule, ...] = (
         "head-parallel x ring; the factorisation is chosen, or --longseq-head-parallel-size's. "
         "With --longseq-tensor-parallel metp one ring over all tensor- and context-parallel ranks",
     ),
+    FlagRule(
+        "--context-parallel-size",
+        "context_parallel_size",
+        "takes effect",
+        "with --longseq-linear-attention",
+        "linear layers pass states on; layers of softmax attention among them need "
+        "--longseq-context-parallel 2d",
+    ),
     *(_not_with_metp(option) for option in UNSUPPORTED if not option.config_only),
+    *(_not_with_linear(option) for option in NOT_LINEAR),
+    *(_not_without_softmax(option) for option in SOFTMAX_ONLY),
+    FlagRule(
+        "--group-query-attention",
+        "group_query_attention",
+        "refused",
+        "with --longseq-linear-attention in all layers",
+        "heads of linear layers are --linear-num-key-heads and --linear-num-value-heads; leave it "
+        "out",
+        refuses=_all_linear,
+    ),
+    FlagRule(
+        "--linear-attention-freq",
+        "linear_attention_freq",
+        "takes effect",
+        "with --longseq-linear-attention",
+        "N: every N-th layer has softmax attention; a list: 1 is a linear layer; none: all are",
+    ),
+    *(
+        FlagRule(
+            "--" + name.replace("_", "-"),
+            name,
+            "mapped",
+            "default: as softmax attention, with --longseq-linear-attention; Megatron's, without",
+            "a model's linear layers are then as wide as its others",
+        )
+        for name in MEGATRON_SIZES
+    ),
     FlagRule(
         "--recompute-granularity",
         "recompute_granularity",

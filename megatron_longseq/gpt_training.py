@@ -28,6 +28,7 @@ from torch import Tensor
 from .data.corpus import TrainingTokenizer, check_data_path
 from .errors import NodeError, UserError
 from .measurement.step_records import StepRecorder
+from .token_layout import contiguous_tokens
 
 # What Megatron's batch functions read, whether or not this job has it.
 BATCH_KEYS = (
@@ -91,6 +92,22 @@ def check_data(args: Any) -> None:
                 )
     except UserError as error:
         raise NodeError(str(error)) from error
+
+
+def tokens_of_this_rank(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The part of a batch ``[b, s]`` that this context-parallel rank holds: ``[b, s / cp]``.
+
+    Megatron's zigzag, by its own function, or ``--longseq-linear-layout contiguous``.
+    """
+    group = mpu.get_context_parallel_group()
+    if args.longseq_linear_layout == "zigzag" or group.size() == 1:
+        return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    rows = contiguous_tokens(group.rank(), group.size(), args.seq_length)
+    part = slice(int(rows[0]), int(rows[-1]) + 1)
+    return {
+        key: value[:, part].contiguous() if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
 
 
 class GPTTraining(AbstractContextManager):
@@ -193,9 +210,7 @@ class GPTTraining(AbstractContextManager):
             is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
             is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
         )
-        return get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-        )
+        return tokens_of_this_rank(args, batch)
 
     def _reads_data(self, vp_stage: int | None) -> bool:
         return is_first_or_last_pipeline_stage(vp_stage) or self._predicts_further_tokens(vp_stage)

@@ -102,6 +102,7 @@ def _parse_and_validate(
     """The script's ``parse_and_validate_args``, with this package's flags and checks."""
     from . import checkpoint
     from .arguments import extra_arguments
+    from .lasp.requirements import check_own_batches
 
     if early_flags(sys.argv[1:]).megatron_path is not None:
         raise UserError(
@@ -115,6 +116,7 @@ def _parse_and_validate(
             "are not recorded; leave the flag out, or use -m megatron_longseq.pretrain_gpt "
             f"{checkout.FLAG} DIR"
         )
+    check_own_batches(result, "this script")
     checkpoint.check_checkpoint(result)
     return result
 

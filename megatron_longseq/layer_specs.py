@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,12 +20,18 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from . import compat
 from .attention_2d.core_attention import TwoDCoreAttentionBuilder
+from .config import ranks_per_node
 from .errors import UserError
 from .external_options import prepare_model_config
+from .lasp.layer import LinearAttention, LinearAttentionSubmodules, LinearRuntime
+from .lasp.requirements import check_positions, linear_layers, preset_of
 from .metp.language_model import InstallMetp
 from .metp.linears import ColumnShardLinear, RowShardLinear
 from .metp.mlp import METPMLPBuilder
@@ -37,10 +44,11 @@ from .metp.requirements import (
 from .metp.runtime import MetpRuntime
 from .metp.self_attention import METPCoreAttentionBuilder, METPSelfAttention
 from .norms import SequenceParallelNorm
-from .process_groups import context_parallel_groups, metp_groups
+from .process_groups import context_parallel_groups, linear_groups, metp_groups
 
 _SHARED = "_longseq_two_d_attention"
 _METP = "_longseq_metp"
+_LINEAR = "_longseq_linear_attention"
 
 
 def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
@@ -59,7 +67,9 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
     * with ``--longseq-context-parallel 2d`` the core attention becomes
       :class:`~megatron_longseq.attention_2d.core_attention.TwoDCoreAttention`;
     * with ``--longseq-tensor-parallel metp`` attention and MLP become METP's, with linear layers
-      of this package, and a hook fits embedding and loss of the built model.
+      of this package, and a hook fits embedding and loss of the built model;
+    * with ``--longseq-linear-attention`` the layers that ``--linear-attention-freq`` names, or all,
+      get :class:`~megatron_longseq.lasp.layer.LinearAttention` for their self attention.
 
     A collective call: with a method of this package it makes process groups.
     """
@@ -68,13 +78,93 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
         install = InstallMetp(metp_runtime(model_config))
         if install not in model_config.pre_wrap_hooks:
             model_config.pre_wrap_hooks.insert(0, install)
+    linear = config.longseq_linear_attention != "none"
+    if linear:
+        check_positions(config, model_config.position_embedding_type, model_config.rotary_percent)
     spec = copy.deepcopy(compat.stock_layer_spec(model_config, vp_stage))
     if isinstance(spec, ModuleSpec):
         count = get_num_layers_to_build(config, vp_stage=vp_stage)
         spec = TransformerBlockSubmodules(
             layer_specs=[spec] * count, layer_norm=compat.stock_final_norm(config)
         )
+    if linear:
+        # Layers of a kind may share one spec: each gets its own before some of them change.
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        which = linear_layers(config)
+        here = [which[layer] for layer in layers_of_stage(config, vp_stage)]
+        chosen = [s for s, is_linear in zip(spec.layer_specs, here, strict=True) if is_linear]
+        replace_self_attention(chosen, model_config)
     return edit_layer_spec(spec, model_config)
+
+
+def layers_of_stage(config: Any, vp_stage: int | None) -> list[int]:
+    """The layers of this pipeline stage, counted from 0 over the whole model."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def replace_self_attention(layers: list[ModuleSpec], model_config: Any) -> None:
+    """Makes the self attention of these layers linear, in place.
+
+    The norm before it becomes a module of its own where Transformer Engine fuses the two: it has
+    several readers. Its checkpoint keys are those of the fused one.
+
+    Raises:
+        UserError: a layer has another self attention than Megatron's standard one.
+    """
+    runtime = linear_runtime(model_config)
+    for layer in layers:
+        parts = layer.submodules
+        attention = getattr(parts, "self_attention", None)
+        if not isinstance(attention, ModuleSpec) or attention.module is not SelfAttention:
+            raise UserError(
+                f"--longseq-linear-attention {runtime.preset.name}: the layers that Megatron chose "
+                "have no self attention of its standard kind; use its standard attention layers"
+            )
+        stock: Any = attention.submodules
+        column = stock.linear_qkv
+        if parts.input_layernorm is IdentityOp:
+            parts.input_layernorm = compat.norm_of_transformer_engine()
+            column = compat.column_linear_of_transformer_engine()
+        parts.self_attention = ModuleSpec(
+            module=LinearAttention,
+            params={**(attention.params or {}), "runtime": runtime},
+            submodules=LinearAttentionSubmodules(in_proj=column, out_proj=stock.linear_proj),
+            metainfo={"fuse_input_layernorm": False},
+        )
+        parts.sharded_state_dict_keys_map = {
+            **parts.sharded_state_dict_keys_map,
+            "input_layernorm.": "self_attention.in_proj.layer_norm_",
+        }
+
+
+def linear_runtime(model_config: Any) -> LinearRuntime:
+    """The runtime of linear attention of this model: one, with one set of buffers.
+
+    The first call for a model is collective.
+    """
+    runtime = vars(model_config).get(_LINEAR)
+    if runtime is None:
+        config = model_config.transformer
+        preset = preset_of(config)
+        assert preset is not None
+        groups = linear_groups(
+            config.tensor_model_parallel_size, ranks_per_node(), config.longseq_comm_timeout_seconds
+        )
+        runtime = LinearRuntime(
+            groups.context,
+            preset,
+            layout=config.longseq_linear_layout,
+            schedule=config.longseq_scan,
+            backend=config.longseq_linear_backend,
+            node_size=groups.ranks_per_node,
+            timeout_seconds=config.longseq_comm_timeout_seconds,
+        )
+        vars(model_config)[_LINEAR] = runtime
+    return runtime
 
 
 def edit_layer_spec(spec: Any, model_config: Any) -> Any:
@@ -89,7 +179,9 @@ def edit_layer_spec(spec: Any, model_config: Any) -> Any:
     elif model_config.transformer.longseq_context_parallel == "2d":
         builder = two_d_core_attention(model_config)
         replaced = replace_core_attention(spec, builder)
-        if not replaced and getattr(spec, "layer_specs", [spec]):
+        # A pipeline stage of a hybrid model may have linear layers alone.
+        hybrid = model_config.transformer.longseq_linear_attention != "none"
+        if not replaced and not hybrid and getattr(spec, "layer_specs", [spec]):
             raise UserError(
                 "--longseq-context-parallel 2d: the layers that Megatron chose have no core "
                 "attention to replace; use its standard attention layers"

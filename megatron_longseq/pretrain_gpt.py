@@ -74,12 +74,14 @@ def train() -> None:
     from .arguments import extra_arguments
     from .checkout_training import CheckoutTraining
     from .config import LongSeqTransformerConfig
+    from .lasp.requirements import check_own_batches
     from .layer_specs import longseq_layer_spec
     from .startup_report import print_report_hook
 
     args = compat.parse_and_validate(extra_arguments(checkout.add_argument))
     script = None
     if args.megatron_path is not None:
+        check_own_batches(args, f"the {checkout.SCRIPT} of {checkout.FLAG}")
         script = checkout.import_script(checkout.find_checkout(args.megatron_path))
     else:
         gpt_training.check_data(args)

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from .communication.collectives import Collectives
+from .communication.groups import GroupPlace
 from .errors import UserError
 from .metp.runtime import MetpGroups
 
@@ -88,6 +91,38 @@ def metp_groups(timeout_seconds: float) -> MetpGroups:
         kv=_second_group(both, timeout_seconds, "LONGSEQ_METP_KV_GROUP"),
         context=context if context.size() > 1 else None,
     )
+
+
+@dataclass(frozen=True)
+class LinearGroups:
+    """The ranks among which states of linear attention pass.
+
+    Attributes:
+        context: Megatron's context-parallel group; ``None`` for one rank.
+        ranks_per_node: consecutive ranks of it that share a node; ``None`` if all do, or none.
+    """
+
+    context: dist.ProcessGroup | None
+    ranks_per_node: int | None
+
+
+def linear_groups(tensor: int, ranks_per_node: int, timeout_seconds: float) -> LinearGroups:
+    """The groups of linear attention of this rank. A collective call of each group.
+
+    Args:
+        tensor: ``--tensor-model-parallel-size``; so many ranks apart are neighbours of the group.
+        ranks_per_node: of the whole job.
+        timeout_seconds: limit of the wait.
+    """
+    context = parallel_state.get_context_parallel_group()
+    if context.size() == 1:
+        return LinearGroups(None, None)
+    # NCCL wants all ranks in the first operation of a group, and states pass between two at a time.
+    hello = Collectives(GroupPlace.of(context), "first contact", timeout_seconds)
+    hello.sum(torch.ones(1, device=torch.cuda.current_device()))
+    together, rest = divmod(ranks_per_node, tensor)
+    nodes_divide = rest == 0 and 1 < together < context.size() and context.size() % together == 0
+    return LinearGroups(context, together if nodes_divide else None)
 
 
 def _second_group(

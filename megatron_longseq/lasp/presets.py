@@ -23,9 +23,6 @@ from torch import Tensor
 
 from ..errors import UserError
 
-FeatureMap = Literal["identity", "silu", "elu", "relu"]
-OutputNorm = Literal["denominator", "head", "hidden"]
-OutputGate = Literal["none", "silu", "sigmoid"]
 Decay = Literal["none", "constant", "softplus", "logsigmoid"]
 
 # The divisor of the logarithm of GLA's decay, so that a gate near 1/2 forgets slowly (2312.06635).
@@ -64,8 +61,8 @@ class Preset:
     """
 
     name: str
-    feature_map: FeatureMap = "identity"
-    value_map: FeatureMap = "identity"
+    feature_map: str = "identity"
+    value_map: str = "identity"
     convolution: bool = False
     unit_length: bool = False
     rotary: bool = False
@@ -75,8 +72,8 @@ class Preset:
     decay_rank: int | None = None
     beta: bool = False
     scaled: bool = True
-    norm: OutputNorm = "head"
-    gate: OutputGate = "silu"
+    norm: str = "head"
+    gate: str = "silu"
     low_rank_gate: bool = False
     fixed_map: bool = True
 

@@ -4,47 +4,14 @@
 line and a config built by hand are refused alike.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 
 from ..errors import UserError, divisors, nearest_values
+from ..unsupported import Unsupported, check_unsupported, unsupported
 
 FLAG = "--longseq-tensor-parallel metp"
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """An option that METP does not work with.
-
-    Attributes:
-        name: in Megatron's arguments, and in its config where it has it.
-        flag: as the user writes it.
-        allowed: what it works with.
-        reason: why, and what to do instead.
-        refuses: which values are refused, where it is not all but the allowed one.
-        config_only: no flag of Megatron's command line sets it.
-    """
-
-    name: str
-    flag: str
-    allowed: Any
-    reason: str
-    refuses: Callable[[Any], bool] | None = None
-    config_only: bool = False
-
-    def rejects(self, value: Any) -> bool:
-        """Whether METP refuses this value."""
-        if self.refuses is not None:
-            return self.refuses(value)
-        return value not in (self.allowed, None)
-
-
-def _option(name: str, reason: str, allowed: Any = False, **more: Any) -> Unsupported:
-    flag = more.pop("flag", "--" + name.replace("_", "-"))
-    return Unsupported(name, flag, allowed, reason, **more)
 
 
 _ATTENTION = "METP's attention does not know it; leave it out"
@@ -52,70 +19,76 @@ _WEIGHTS = "METP's weights pass from rank to rank as they are; leave it out"
 _LOSS = "METP's loss never builds the logits it works on; leave it out"
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
-    _option("multi_latent_attention", _ATTENTION),
-    _option("experimental_attention_variant", _ATTENTION, None),
-    _option("attention_output_gate", _ATTENTION),
-    _option("window_size", _ATTENTION, None),
-    _option("softmax_type", _ATTENTION, "vanilla"),
-    _option("qk_clip", _ATTENTION),
-    _option("log_max_attention_logit", _ATTENTION),
-    _option("apply_query_key_layer_scaling", _ATTENTION),
-    _option("fused_single_qkv_rope", _ATTENTION, config_only=True),
-    _option("attention_dropout", "METP's attention has none; use --attention-dropout 0", 0.0),
-    _option("linear_attention_freq", _ATTENTION, None),
-    _option("flash_decode", "METP is for training; use --longseq-tensor-parallel megatron"),
-    _option(
+    unsupported("multi_latent_attention", _ATTENTION),
+    unsupported("experimental_attention_variant", _ATTENTION, None),
+    unsupported("attention_output_gate", _ATTENTION),
+    unsupported("window_size", _ATTENTION, None),
+    unsupported("softmax_type", _ATTENTION, "vanilla"),
+    unsupported("qk_clip", _ATTENTION),
+    unsupported("log_max_attention_logit", _ATTENTION),
+    unsupported("apply_query_key_layer_scaling", _ATTENTION),
+    unsupported("fused_single_qkv_rope", _ATTENTION, config_only=True),
+    unsupported("attention_dropout", "METP's attention has none; use --attention-dropout 0", 0.0),
+    unsupported("linear_attention_freq", _ATTENTION, None),
+    unsupported("flash_decode", "METP is for training; use --longseq-tensor-parallel megatron"),
+    unsupported(
         "transformer_impl",
         "METP is for training; use local or transformer_engine",
         "local",
         refuses=lambda value: value == "inference_optimized",
     ),
-    _option("fp8", _WEIGHTS, None, flag="--fp8-format"),
-    _option("fp4", _WEIGHTS, None, flag="--fp4-format"),
-    _option("gtp_weight_remat_size", _WEIGHTS, 1, config_only=True),
-    _option("use_kitchen", _WEIGHTS, config_only=True),
-    _option("use_kitchen_attention", _ATTENTION),
-    _option("use_te_activation_func", "METP computes the activation itself; leave it out"),
-    _option("use_transformer_engine_op_fuser", "METP computes the MLP itself; leave it out"),
-    _option("use_megatron_fsdp", "METP needs whole weight shards; use --use-distributed-optimizer"),
-    _option("use_torch_fsdp2", "METP needs whole weight shards; use --use-distributed-optimizer"),
-    _option(
+    unsupported("fp8", _WEIGHTS, None, flag="--fp8-format"),
+    unsupported("fp4", _WEIGHTS, None, flag="--fp4-format"),
+    unsupported("gtp_weight_remat_size", _WEIGHTS, 1, config_only=True),
+    unsupported("use_kitchen", _WEIGHTS, config_only=True),
+    unsupported("use_kitchen_attention", _ATTENTION),
+    unsupported("use_te_activation_func", "METP computes the activation itself; leave it out"),
+    unsupported("use_transformer_engine_op_fuser", "METP computes the MLP itself; leave it out"),
+    unsupported(
+        "use_megatron_fsdp", "METP needs whole weight shards; use --use-distributed-optimizer"
+    ),
+    unsupported(
+        "use_torch_fsdp2", "METP needs whole weight shards; use --use-distributed-optimizer"
+    ),
+    unsupported(
         "tp_comm_overlap",
         "it overlaps the gathers that METP does without; leave it out",
     ),
-    _option("delay_wgrad_compute", "weight gradients travel as they are made; leave it out"),
-    _option(
+    unsupported("delay_wgrad_compute", "weight gradients travel as they are made; leave it out"),
+    unsupported(
         "defer_embedding_wgrad_compute", "weight gradients travel as they are made; leave it out"
     ),
-    _option(
+    unsupported(
         "mlp_chunks_for_training",
         "each chunk would circulate all weights again; use --longseq-mlp-tiles",
         1,
     ),
-    _option("cuda_graph_impl", "a graph does not hold METP's waits; leave it out", "none"),
-    _option("enable_cuda_graph", "a graph does not hold METP's waits; leave it out"),
-    _option("external_cuda_graph", "a graph does not hold METP's waits; leave it out"),
-    _option("cpu_offloading", "METP's layers do not offload; leave it out", config_only=True),
-    _option("cpu_offloading_num_layers", "METP's layers do not offload; leave it out", 0),
-    _option("fine_grained_activation_offloading", "METP's layers do not offload; leave it out"),
-    _option("overlap_moe_expert_parallel_comm", "it schedules stock layers alone; leave it out"),
-    _option(
+    unsupported("cuda_graph_impl", "a graph does not hold METP's waits; leave it out", "none"),
+    unsupported("enable_cuda_graph", "a graph does not hold METP's waits; leave it out"),
+    unsupported("external_cuda_graph", "a graph does not hold METP's waits; leave it out"),
+    unsupported("cpu_offloading", "METP's layers do not offload; leave it out", config_only=True),
+    unsupported("cpu_offloading_num_layers", "METP's layers do not offload; leave it out", 0),
+    unsupported("fine_grained_activation_offloading", "METP's layers do not offload; leave it out"),
+    unsupported(
+        "overlap_moe_expert_parallel_comm", "it schedules stock layers alone; leave it out"
+    ),
+    unsupported(
         "mtp_num_layers",
         "further tokens are predicted by stock layers, which take tokens in natural order; leave "
         "it out",
         None,
     ),
-    _option(
+    unsupported(
         "recompute_modules",
         "METP keeps nothing of an MLP but its input, and Megatron's checkpoint of one with biases "
         "recurses without end; leave mlp out",
         None,
         refuses=lambda value: "mlp" in (value or ()),
     ),
-    _option("use_mup", _LOSS),
-    _option("cross_entropy_loss_fusion", _LOSS),
-    _option("fp16_lm_cross_entropy", _LOSS),
-    _option(
+    unsupported("use_mup", _LOSS),
+    unsupported("cross_entropy_loss_fusion", _LOSS),
+    unsupported("fp16_lm_cross_entropy", _LOSS),
+    unsupported(
         "position_embedding_type",
         "use rope, yarn, learned_absolute or none",
         "rope",
@@ -146,10 +119,7 @@ def check_metp(config: Any) -> None:
             f"--context-parallel-size {context}: {FLAG} splits a sequence over context-parallel "
             "ranks too only with --longseq-context-parallel 2d; add that, or use 1"
         )
-    for option in UNSUPPORTED:
-        value = getattr(config, option.name, None)
-        if option.rejects(value):
-            raise UserError(f"{option.flag} {value}: not with {FLAG}: {option.reason}")
+    check_unsupported(config, UNSUPPORTED, FLAG)
     if getattr(config, "bias_activation_fusion", False):
         _check_fused_activation(config)
     if heads and heads % tensor == 0:

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..gpt_training import GPTTraining
+from ..gpt_training import GPTTraining, tokens_of_this_rank
 from ..token_layout import zigzag_tokens
 from .pieces import Piece, fill_parameters, parameter_pieces
 
@@ -264,12 +263,10 @@ class RandomTokens(torch.utils.data.Dataset):
 def local_positions(args: Any, *, sequence_parallel: bool) -> Tensor:
     """Positions in the sequence of the rows of a hidden state on this rank.
 
-    Asks Megatron's own function for the context-parallel part, so that it cannot disagree.
+    Asks the function that cuts the batches for the context-parallel part.
     """
     whole = {"position_ids": torch.arange(args.seq_length)[None]}
-    group = mpu.get_context_parallel_group()
-    part = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
-    positions = part["position_ids"][0]
+    positions = tokens_of_this_rank(args, whole)["position_ids"][0]
     ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if args.longseq_tensor_parallel == "metp":
         order = [zigzag_tokens(each, ranks, len(positions)) for each in range(ranks)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ..arguments import given_arguments
 from ..config import options
 from ..errors import UserError
+from ..lasp.requirements import MODEL_OPTIONS
 
 # Largest relative differences that count as equal. In float64 nothing but the order of sums
 # differs.
@@ -159,10 +160,16 @@ def verification_runs(
     tensor = args.tensor_model_parallel_size
     ours = [option.name for option in options()]
     if against == "stock":
+        if args.longseq_linear_attention != "none":
+            raise UserError(
+                f"--against stock: Megatron has no layers of --longseq-linear-attention "
+                f"{args.longseq_linear_attention} here; verify against one-process"
+            )
         reference = without(common, parser, ours)
         divisor, reference_processes = unit, processes
     else:
-        reference = without(common, parser, [*LAYOUT, *ours])
+        layout = [name for name in ours if name not in MODEL_OPTIONS]
+        reference = without(common, parser, [*LAYOUT, *layout])
         divisor, reference_processes = unit * tensor, 1
     pad = "--make-vocab-size-divisible-by"
     masked = args.context_parallel_size == 1 or args.calculate_per_token_loss

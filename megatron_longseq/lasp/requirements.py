@@ -1,0 +1,269 @@
+"""What linear attention needs of a run, which layers have it, and what is refused by name.
+
+Read by the config's checks, the command line's and the layer specs alike.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError, check_at_least_one, divisors, nearest_values
+from ..unsupported import check_unsupported, unsupported
+from .presets import Preset, choose_preset
+
+FLAG = "--longseq-linear-attention"
+
+# Options that make the model, and options that say how it is computed.
+MODEL_OPTIONS = (
+    "longseq_linear_attention",
+    "longseq_feature_map",
+    "longseq_output_norm",
+    "longseq_output_gate",
+)
+RUN_OPTIONS = ("longseq_scan", "longseq_linear_layout", "longseq_linear_backend")
+
+# Megatron's own sizes of linear layers. Without a value they are those of softmax attention.
+SIZES = (
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+# Megatron's defaults of these, for its own linear layers.
+MEGATRON_SIZES = dict(zip(SIZES, (128, 128, 16, 32), strict=True))
+
+_VARIANT = "it chooses Megatron's own layers; leave it out"
+_STATE = "linear layers keep states between tokens that it does not know; leave it out"
+
+UNSUPPORTED = (
+    unsupported("experimental_attention_variant", _VARIANT, None),
+    unsupported("multi_latent_attention", _VARIANT),
+    unsupported("flash_decode", "linear layers have no key/value cache; leave it out"),
+    unsupported(
+        "transformer_impl",
+        "use local or transformer_engine",
+        "local",
+        refuses=lambda value: value == "inference_optimized",
+    ),
+    unsupported("fp8", "states and decays need more bits; leave it out", None, flag="--fp8-format"),
+    unsupported("fp4", "states and decays need more bits; leave it out", None, flag="--fp4-format"),
+    unsupported("cuda_graph_impl", "a graph does not hold the scan's waits; leave it out", "none"),
+    unsupported("enable_cuda_graph", "a graph does not hold the scan's waits; leave it out"),
+    unsupported("external_cuda_graph", "a graph does not hold the scan's waits; leave it out"),
+    unsupported(
+        "overlap_moe_expert_parallel_comm", "it schedules stock layers alone; leave it out"
+    ),
+    unsupported("mtp_num_layers", _STATE, None),
+    unsupported(
+        "longseq_tensor_parallel",
+        "METP splits a sequence over the tensor-parallel ranks too, and linear layers do not yet; "
+        "use megatron",
+        "megatron",
+    ),
+)
+
+# What softmax attention alone reads: without a layer of it these do nothing.
+_NO_SOFTMAX = "all layers are linear, and only softmax attention reads it; leave it out"
+SOFTMAX_ONLY = (
+    unsupported("window_size", _NO_SOFTMAX, None),
+    unsupported("softmax_type", _NO_SOFTMAX, "vanilla"),
+    unsupported("qk_layernorm", _NO_SOFTMAX),
+    unsupported("qk_clip", _NO_SOFTMAX),
+    unsupported("attention_output_gate", _NO_SOFTMAX),
+    unsupported("longseq_context_parallel", _NO_SOFTMAX, "megatron"),
+)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of the whole model's linear layers, and their widths."""
+
+    key: int
+    value: int
+    key_width: int
+    value_width: int
+
+
+def heads_of(config: Any) -> Heads:
+    """Heads of a config, or of arguments: Megatron's ``--linear-*`` sizes, else softmax's."""
+    heads = config.num_attention_heads
+    width = config.kv_channels or config.hidden_size // heads
+    return Heads(
+        key=config.linear_num_key_heads or heads,
+        value=config.linear_num_value_heads or config.linear_num_key_heads or heads,
+        key_width=config.linear_key_head_dim or width,
+        value_width=config.linear_value_head_dim or width,
+    )
+
+
+def preset_of(config: Any) -> Preset | None:
+    """The preset of a config, or of arguments; None for a model of softmax attention."""
+    if config.longseq_linear_attention == "none":
+        return None
+    return choose_preset(
+        config.longseq_linear_attention,
+        feature_map=config.longseq_feature_map,
+        output_norm=config.longseq_output_norm,
+        output_gate=config.longseq_output_gate,
+    )
+
+
+def linear_layers(config: Any) -> list[bool]:
+    """Which of the whole model's layers are linear.
+
+    ``--linear-attention-freq``: N, every N-th layer has softmax attention; a list, 1 for a linear
+    layer; none: all are linear.
+
+    Raises:
+        UserError: the pattern does not fit, or leaves no linear layer.
+    """
+    frequency, layers = config.linear_attention_freq, config.num_layers
+    if frequency is None:
+        return [True] * layers
+    if isinstance(frequency, list):
+        if len(frequency) != layers:
+            raise UserError(
+                f"--linear-attention-freq {frequency}: has {len(frequency)} entries and "
+                f"--num-layers is {layers}; give one entry for each layer"
+            )
+        pattern = [bool(entry) for entry in frequency]
+    else:
+        check_at_least_one("--linear-attention-freq", frequency)
+        pattern = [(layer + 1) % frequency != 0 for layer in range(layers)]
+    if not any(pattern):
+        raise UserError(
+            f"--linear-attention-freq {frequency}: leaves no layer to {FLAG} "
+            f"{config.longseq_linear_attention}; use at least 2, or a 1 in the list"
+        )
+    return pattern
+
+
+def check_linear(config: Any) -> None:
+    """Checks a transformer config, or the arguments of a run, for linear attention.
+
+    Raises:
+        UserError: naming flag, value, rule and what would work.
+    """
+    preset = preset_of(config)
+    if preset is None:
+        return
+    method = f"{FLAG} {preset.name}"
+    check_unsupported(config, UNSUPPORTED, method)
+    if config.num_layers is None or config.num_attention_heads is None:
+        return  # Megatron names what is missing
+    for name in (*SIZES, "linear_conv_kernel_dim"):
+        check_at_least_one("--" + name.replace("_", "-"), getattr(config, name))
+    _check_heads(config)
+    softmax = not all(linear_layers(config))
+    if not softmax:
+        check_unsupported(config, SOFTMAX_ONLY, method)
+    context = config.context_parallel_size
+    if softmax and context > 1:
+        _check_softmax_layers(config, context)
+
+
+def _check_heads(config: Any) -> None:
+    heads, tensor = heads_of(config), config.tensor_model_parallel_size
+    if heads.value % heads.key:
+        usable = [k * heads.key for k in range(1, heads.value // heads.key + 2)]
+        raise UserError(
+            f"--linear-num-value-heads {heads.value}: must be a multiple of "
+            f"--linear-num-key-heads {heads.key}; nearest: {nearest_values(heads.value, usable)}"
+        )
+    if heads.key % tensor:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor}: must divide the {heads.key} key heads of the "
+            f"linear layers; nearest: {nearest_values(tensor, divisors(heads.key))}"
+        )
+
+
+def _check_softmax_layers(config: Any, context: int) -> None:
+    if config.longseq_linear_layout == "contiguous":
+        raise UserError(
+            f"--longseq-linear-layout contiguous: --linear-attention-freq "
+            f"{config.linear_attention_freq} leaves layers of softmax attention, which take "
+            "Megatron's zigzag; use --longseq-linear-layout zigzag, or linear layers alone"
+        )
+    if config.longseq_context_parallel != "2d" and config.transformer_impl == "local":
+        raise UserError(
+            f"--context-parallel-size {context}: --linear-attention-freq "
+            f"{config.linear_attention_freq} leaves layers of softmax attention, and Megatron's "
+            "local one cannot split a sequence; add --longseq-context-parallel 2d, or use 1"
+        )
+
+
+def check_positions(config: Any, embedding: str, rotary_percent: float) -> None:
+    """Checks a model's position embedding.
+
+    Args:
+        config: a transformer config, or arguments.
+        embedding: ``--position-embedding-type``.
+        rotary_percent: ``--rotary-percent``.
+
+    Raises:
+        UserError: RoPE that no layer reads, or is missing, or does not fit the layout.
+    """
+    preset = preset_of(config)
+    if preset is None or config.num_layers is None or config.num_attention_heads is None:
+        return
+    softmax, method = not all(linear_layers(config)), f"{FLAG} {preset.name}"
+    rotated = embedding in ("rope", "yarn", "mrope")
+    if preset.rotary:
+        if embedding != "rope":
+            raise UserError(
+                f"--position-embedding-type {embedding}: {method} rotates queries and keys by "
+                "RoPE; use rope"
+            )
+        heads = heads_of(config)
+        width = config.kv_channels or config.hidden_size // config.num_attention_heads
+        if int(width * rotary_percent) > heads.key_width:
+            raise UserError(
+                f"--linear-key-head-dim {heads.key_width}: RoPE rotates "
+                f"{int(width * rotary_percent)} of its channels (--kv-channels x "
+                f"--rotary-percent); use at least as many, or a smaller --rotary-percent"
+            )
+    elif rotated and not softmax:
+        raise UserError(
+            f"--position-embedding-type {embedding}: no layer reads it, as all are linear and "
+            f"{preset.name} does without; use none, or learned_absolute"
+        )
+    contiguous = config.longseq_linear_layout == "contiguous" and config.context_parallel_size > 1
+    if contiguous and rotated:
+        raise UserError(
+            f"--longseq-linear-layout contiguous: --position-embedding-type {embedding} is cut "
+            "for Megatron's zigzag; use --longseq-linear-layout zigzag"
+        )
+
+
+def check_length(args: Any) -> None:
+    """Checks that a convolution's window does not reach over a whole segment.
+
+    Raises:
+        UserError: it does; names the shortest sequence that works.
+    """
+    preset, context = preset_of(args), args.context_parallel_size
+    if preset is None or not preset.convolution or context == 1 or args.seq_length is None:
+        return
+    segments = context * (1 if args.longseq_linear_layout == "contiguous" else 2)
+    halo = args.linear_conv_kernel_dim - 1
+    if args.seq_length // segments < halo:
+        raise UserError(
+            f"--seq-length {args.seq_length}: {FLAG} {preset.name} convolves over "
+            f"{halo + 1} tokens, and each of {segments} segments must have {halo}; use at least "
+            f"{halo * segments}"
+        )
+
+
+def check_own_batches(config: Any, where: str) -> None:
+    """Refuses contiguous batches where this package does not cut them.
+
+    Args:
+        where: who cuts them.
+
+    Raises:
+        UserError: the layout is contiguous and there are ranks to cut for.
+    """
+    if config.longseq_linear_layout == "contiguous" and config.context_parallel_size > 1:
+        raise UserError(
+            f"--longseq-linear-layout contiguous: {where} cuts batches in Megatron's zigzag; use "
+            "--longseq-linear-layout zigzag, or -m megatron_longseq.pretrain_gpt"
+        )
