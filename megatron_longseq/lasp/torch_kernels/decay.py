@@ -11,6 +11,7 @@ Tensors are ``[..., c, width]``, leading dims over segments, heads and chunks. T
 are ``repeats`` times those of the chunk, where several query heads read one state.
 """
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -66,22 +67,31 @@ def rows(tensor: Tensor, repeats: int) -> Tensor:
 class _Windows:
     """What tokens of a chunk see of one another, of the state before it and of the one after."""
 
-    def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
-        chunk = log_decay.shape[-2]
+    def __init__(
+        self, log_decay: Tensor, starts: Tensor | None, sum_dtype: torch.dtype | None = None
+    ) -> None:
         self.starts = starts
-        self.total = log_decay.cumsum(-2)
-        end = self.total[..., -1:, :]
+        total = log_decay.cumsum(-2, dtype=sum_dtype)
+        self.total = total.to(log_decay.dtype)
         self.from_start = self.total.exp()
-        self.to_end = (end - self.total).exp()
-        self.across = end.exp().mT
-        self.visible = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril()
+        self.to_end = (total[..., -1:, :] - total).to(log_decay.dtype).exp()
+        self.across = self.from_start[..., -1:, :].mT
         if starts is not None:
             document = starts.cumsum(-1)
             last = document[..., -1:]
             self.from_start = self.from_start * (document == 0)[..., None]
             self.to_end = self.to_end * (document == last)[..., None]
             self.across = self.across * (last == 0)[..., None]
-            self.visible = self.visible & (document[..., :, None] == document[..., None, :])
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Boolean ``[..., c, c]``: which tokens j <= i of its document token i sees."""
+        chunk = self.total.shape[-2]
+        visible = torch.ones(chunk, chunk, dtype=torch.bool, device=self.total.device).tril()
+        if self.starts is None:
+            return visible
+        document = self.starts.cumsum(-1)
+        return visible & (document[..., :, None] == document[..., None, :])
 
     def gate_gradient(self, gradient: Tensor) -> Tensor:
         """Token i's gate is in b of all tokens from i on; behind its document they cancel."""
@@ -100,16 +110,20 @@ class ScalarDecay(_Windows):
     """
 
     def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
-        super().__init__(log_decay, starts)
+        # A chunk may be long, and its sum large beside the differences taken of it.
+        super().__init__(log_decay, starts, torch.float64)
+
+    @cached_property
+    def _weights(self) -> Tensor:
         # Above the diagonal the difference is positive: never let it reach the exponential.
-        difference = (self.total - self.total.mT).clamp(max=0)
-        self._weights = difference.exp() * self.visible
+        difference = (self.total - self.total.mT).clamp_(max=0)
+        return difference.exp_() * self.visible
 
     def _rows(self, repeats: int, strict: bool) -> Tensor:
         return rows(self._weights.tril(-1) if strict else self._weights, repeats)
 
     def pairs(self, x: Tensor, y: Tensor, *, strict: bool = False) -> Tensor:
-        return x @ y.mT * self._rows(x.shape[-2] // y.shape[-2], strict)
+        return (x @ y.mT).mul_(self._rows(x.shape[-2] // y.shape[-2], strict))
 
     def pairs_gradient(
         self, gradient: Tensor, x: Tensor, y: Tensor, *, strict: bool = False

@@ -39,10 +39,10 @@ class TorchKernel:
     def summary(self, segments: Segments) -> tuple[Affine, ...]:
         """The map of each segment; see :class:`~..chunk_kernels.ChunkKernel`."""
         transition, state = identity_transition(segments), _zero_states(segments)
-        for tile in self._tiles(segments):
+        for tile in self._long_tiles(segments):
             rule = rule_of(tile)
             transition = rule.transition(transition)
-            state = rule.advance(state)[2]
+            state = rule.after(state)
         return _pairs(segments, transition, state)
 
     def intra(
@@ -55,14 +55,14 @@ class TorchKernel:
             states, written, carried = rule_of(tile).advance(carried)
             assert written is not None
             out[:, :, tile.tokens] = tile.store(
-                tile.read_query @ states + tile.scores @ written, segments.out_heads
+                (tile.read_query @ states).add_(tile.scores @ written), segments.out_heads
             )
         return out, carried.view(segments.state_shape)
 
     def apply(self, segments: Segments, out: Tensor, state: Tensor) -> None:
         """Adds to ``out`` what the tokens read of the incoming state."""
         carried = _entering(segments, state)
-        for tile in self._tiles(segments):
+        for tile in self._long_tiles(segments):
             states, written, carried = rule_of(tile).advance(carried, values=False)
             read = tile.read_query @ states
             if written is not None:
@@ -72,11 +72,11 @@ class TorchKernel:
     def d_summary(self, segments: Segments, out_gradient: Tensor) -> tuple[Affine, ...]:
         """The map of each segment for the scan in reverse."""
         transition, gradient = identity_transition(segments), _zero_states(segments)
-        for tile in self._tiles(segments, reverse=True):
+        for tile in self._long_tiles(segments, reverse=True):
             rule, dout = rule_of(tile), tile.load(out_gradient)
             transition = rule.transposed_transition(transition)
             written = tile.scores.mT @ dout if segments.beta is not None else None
-            gradient = rule.retreat(gradient, tile.read_query.mT @ dout, written)[2]
+            gradient = rule.before(gradient, tile.read_query.mT @ dout, written)
         return _pairs(segments, transition, gradient)
 
     def d_intra(
@@ -102,10 +102,31 @@ class TorchKernel:
         state_gradient: Tensor,
     ) -> None:
         """Adds to ``gradients`` the share of the states after the segments."""
-        self._backward(segments, gradients, None, state, state_gradient)
+        if segments.beta is None and gradients.log_decay is None:
+            self._add_written(segments, gradients, state_gradient)
+        else:
+            self._backward(segments, gradients, None, state, state_gradient)
+
+    def _add_written(self, segments: Segments, result: Gradients, state_gradient: Tensor) -> None:
+        """Where states add up and no decay learns, what a token wrote needs no state before it."""
+        gradient = _entering(segments, state_gradient)
+        for tile in self._long_tiles(segments, reverse=True):
+            rule = rule_of(tile)
+            dstates, dwritten, gradient = rule.retreat(gradient, None, None)
+            inputs = rule.input_gradients(None, None, dstates, dwritten)
+            _give_input_gradients(tile, result, None, inputs)
+        result.state += gradient.view(segments.state_shape)
 
     def _tiles(self, segments: Segments, *, reverse: bool = False) -> Iterator[Tile]:
         return tiles(segments, self._chunk, self._chunks, reverse=reverse)
+
+    def _long_tiles(self, segments: Segments, *, reverse: bool = False) -> Iterator[Tile]:
+        """The same tiles, as one chunk each where only states at their ends are asked for.
+
+        Not where a chunk is looked at pair by pair, or its decays per channel would add up far.
+        """
+        whole = segments.beta is None and not segments.per_channel
+        return tiles(segments, self._chunk, self._chunks, reverse=reverse, whole=whole)
 
     def _backward(
         self,
@@ -115,14 +136,14 @@ class TorchKernel:
         state: Tensor | None,
         state_gradient: Tensor | None,
     ) -> None:
-        """Adds to ``result`` the gradients of outputs and outgoing states that are given."""
+        """The gradients of outputs and outgoing states; without those of outputs, added."""
         entering = []
         carried = _entering(segments, state)
-        for tile in self._tiles(segments):
+        for tile in self._long_tiles(segments):
             entering.append(carried)
             # What follows the last tile, its own pass finds out.
             if tile.tokens.stop < segments.key.shape[2]:
-                carried = rule_of(tile).advance(carried)[2]
+                carried = rule_of(tile).after(carried)
         gradient = _entering(segments, state_gradient)
         for tile in self._tiles(segments, reverse=True):
             gradient = _tile_backward(tile, result, out_gradient, entering.pop(), gradient)
@@ -132,10 +153,10 @@ class TorchKernel:
 def _tile_backward(
     tile: Tile, result: Gradients, out_gradient: Tensor | None, state: Tensor, gradient: Tensor
 ) -> Tensor:
-    """Adds one tile's gradients to ``result``; returns that of the state before the tile.
+    """Gives one tile's gradients to ``result``; returns that of the state before the tile.
 
     Args:
-        out_gradient: ``[b, m, n, ho, e]``; ``None`` for zero.
+        out_gradient: ``[b, m, n, ho, e]``; ``None``: only add the share of the outgoing state.
         state: before the tile; gradient: of the state after it.
     """
     rule = rule_of(tile)
@@ -146,7 +167,7 @@ def _tile_backward(
         dout = tile.load(out_gradient)
         reads, dwritten = tile.read_query.mT @ dout, tile.scores.mT @ dout
         dquery, key_scores = tile.decay.pairs_gradient(dout @ written.mT, tile.query, tile.key)
-        dquery += rows(tile.decay.from_start, tile.repeats) * (dout @ states.mT)
+        dquery.addcmul_(rows(tile.decay.from_start, tile.repeats), dout @ states.mT)
     dstates, dwritten, gradient = rule.retreat(gradient, reads, dwritten)
     inputs = rule.input_gradients(states, written, dstates, dwritten)
     if key_scores is not None:
@@ -154,7 +175,7 @@ def _tile_backward(
     if result.log_decay is not None:
         states_after = torch.cat((states[:, :, 1:], after.unsqueeze(2)), 2)
         _add_gate_gradient(tile, result.log_decay, dquery, inputs, states_after, dstates)
-    _add_input_gradients(tile, result, dquery, inputs)
+    _give_input_gradients(tile, result, dquery, inputs)
     return gradient
 
 
@@ -185,20 +206,31 @@ def _add_gate_gradient(
     result[:, :, tile.tokens] += stored if segments.per_channel else stored.squeeze(-1)
 
 
-def _add_input_gradients(
+def _give_input_gradients(
     tile: Tile, result: Gradients, dquery: Tensor | None, inputs: InputGradients
 ) -> None:
-    segments, at = tile.segments, (slice(None), slice(None), tile.tokens)
+    """Sets the tile's gradients, or adds to them where there is none of the query."""
+    segments = tile.segments
+
+    def give(target: Tensor, gradient: Tensor, heads: int) -> None:
+        part = target[:, :, tile.tokens]
+        stored = tile.store(gradient, heads).reshape(part.shape)
+        if dquery is None:
+            part += stored
+        else:
+            part.copy_(stored)
+
     if dquery is not None:
-        dquery *= segments.scale
-        result.query[at] += tile.store(dquery, segments.query.shape[3])
+        if segments.scale != 1:
+            dquery *= segments.scale
+        give(result.query, dquery, segments.query.shape[3])
     dkey = inputs.key_written
     if inputs.key_read is not None:
         dkey += inputs.key_read
-    result.key[at] += tile.store(dkey, segments.key.shape[3])
-    result.value[at] += tile.store(inputs.value, segments.value.shape[3])
+    give(result.key, dkey, segments.key.shape[3])
+    give(result.value, inputs.value, segments.value.shape[3])
     if result.beta is not None and inputs.beta is not None:
-        result.beta[at] += tile.store(inputs.beta, segments.state_heads).squeeze(-1)
+        give(result.beta, inputs.beta, segments.state_heads)
 
 
 def _zero_states(segments: Segments) -> Tensor:
@@ -218,16 +250,16 @@ def _like_out(segments: Segments, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_gradients(segments: Segments, dtype: torch.dtype, gates: bool) -> Gradients:
-    def zeros(tensor: Tensor, dtype: torch.dtype = segments.state_dtype) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    def empty(tensor: Tensor, dtype: torch.dtype = segments.state_dtype) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
 
     log_decay, beta = segments.log_decay, segments.beta
     return Gradients(
-        query=zeros(segments.query, dtype),
-        key=zeros(segments.key, dtype),
-        value=zeros(segments.value, dtype),
-        log_decay=None if log_decay is None or not gates else zeros(log_decay),
-        beta=None if beta is None else zeros(beta),
+        query=empty(segments.query, dtype),
+        key=empty(segments.key, dtype),
+        value=empty(segments.value, dtype),
+        log_decay=None if log_decay is None or not gates else empty(log_decay).zero_(),
+        beta=None if beta is None else empty(beta),
         state=_zero_states(segments).view(segments.state_shape),
     )
 

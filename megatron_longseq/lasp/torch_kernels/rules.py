@@ -11,6 +11,7 @@ the values: ``U = V``. The delta rule writes what a key does not read yet (Delta
 so that a chunk's transition is the matrix ``across - Kw^T W``. Everything is in fp32 or fp64.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -51,6 +52,12 @@ class Rule(Protocol):
             the tile.
         """
 
+    def after(self, state: Tensor) -> Tensor:
+        """The state after the tile: the last of what :meth:`advance` returns."""
+
+    def before(self, gradient: Tensor, reads: Tensor, written: Tensor | None) -> Tensor:
+        """The gradient of the state before the tile: the last of what :meth:`retreat` returns."""
+
     def transition(self, before: Tensor) -> Tensor:
         """A of a run of tokens that ends with this tile, from A of what is before the tile."""
 
@@ -58,12 +65,12 @@ class Rule(Protocol):
         """A^T of a run of tokens that starts with this tile, from A^T of what is after it."""
 
     def input_gradients(
-        self, states: Tensor, written: Tensor | None, dstates: Tensor, dwritten: Tensor
+        self, states: Tensor | None, written: Tensor | None, dstates: Tensor, dwritten: Tensor
     ) -> "InputGradients":
         """What follows for key, value and beta, except through the outputs' scores.
 
         Args:
-            states: before each chunk.
+            states: before each chunk; states that add up can do without.
             written: U; dstates: gradients of the states after each chunk; dwritten: that of U.
         """
 
@@ -95,48 +102,56 @@ class AddingUp:
 
     def __init__(self, tile: Tile) -> None:
         self._tile = tile
-        self._across = tile.decay.across.expand(-1, -1, tile.chunks, -1, -1).unbind(2)
+        self._across = tile.decay.across.expand(-1, -1, tile.chunks, -1, -1)
+
+    def _sums(self, first: Tensor, own: Tensor | None, order: Iterable[int]) -> list[Tensor]:
+        """``first``, and after it what each chunk in turn makes of it."""
+        across, sums = self._across.unbind(2), [first]
+        for index in order:
+            if own is None:
+                sums.append(across[index] * sums[-1])
+            else:
+                sums.append(torch.addcmul(own[:, :, index], across[index], sums[-1]))
+        return sums
 
     def advance(
         self, state: Tensor, *, values: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         tile = self._tile
-        own = (tile.written_key.mT @ tile.value).unbind(2) if values else None
-        states = []
-        for index, across in enumerate(self._across):
-            states.append(state)
-            state = across * state
-            if own is not None:
-                state += own[index]
+        own = tile.written_key.mT @ tile.value if values else None
+        *states, state = self._sums(state, own, range(tile.chunks))
         return torch.stack(states, 2), tile.value if values else None, state
+
+    def after(self, state: Tensor) -> Tensor:
+        own = self._tile.written_key.mT @ self._tile.value
+        return self._sums(state, own, range(self._tile.chunks))[-1]
 
     def retreat(
         self, gradient: Tensor, reads: Tensor | None, written: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        after = []
-        for index in reversed(range(len(self._across))):
-            after.append(gradient)
-            gradient = self._across[index] * gradient
-            if reads is not None:
-                gradient += reads[:, :, index]
+        *after, gradient = self._sums(gradient, reads, reversed(range(self._tile.chunks)))
         stacked = torch.stack(after[::-1], 2)
         dwritten = self._tile.written_key @ stacked
         return stacked, dwritten if written is None else dwritten.add_(written), gradient
 
+    def before(self, gradient: Tensor, reads: Tensor, written: Tensor | None) -> Tensor:
+        del written
+        return self._sums(gradient, reads, reversed(range(self._tile.chunks)))[-1]
+
     def transition(self, before: Tensor) -> Tensor:
         # [.., chunks, 1 or d, 1]: linear space, where an underflow or a cut is 0.
-        product = self._tile.decay.across.prod(2).squeeze(-1)
+        product = self._across.prod(2).squeeze(-1)
         return before * (product if before.dim() == 3 else product.squeeze(-1))
 
     def transposed_transition(self, after: Tensor) -> Tensor:
         return self.transition(after)
 
     def input_gradients(
-        self, states: Tensor, written: Tensor | None, dstates: Tensor, dwritten: Tensor
+        self, states: Tensor | None, written: Tensor | None, dstates: Tensor, dwritten: Tensor
     ) -> InputGradients:
         del states, written
-        decay, value = self._tile.decay, self._tile.value
-        return InputGradients(decay.to_end * (value @ dstates.mT), dwritten)
+        key_written = (self._tile.value @ dstates.mT).mul_(self._tile.decay.to_end)
+        return InputGradients(key_written, dwritten)
 
 
 class DeltaRule:
@@ -184,6 +199,12 @@ class DeltaRule:
                 gradient += reads[:, :, index]
         return torch.stack(after[::-1], 2), torch.stack(dwritten[::-1], 2), gradient
 
+    def after(self, state: Tensor) -> Tensor:
+        return self.advance(state)[2]
+
+    def before(self, gradient: Tensor, reads: Tensor, written: Tensor | None) -> Tensor:
+        return self.retreat(gradient, reads, written)[2]
+
     def transition(self, before: Tensor) -> Tensor:
         return self.advance(before, values=False)[2]
 
@@ -191,9 +212,9 @@ class DeltaRule:
         return self.retreat(after, None, None)[2]
 
     def input_gradients(
-        self, states: Tensor, written: Tensor | None, dstates: Tensor, dwritten: Tensor
+        self, states: Tensor | None, written: Tensor | None, dstates: Tensor, dwritten: Tensor
     ) -> InputGradients:
-        assert written is not None
+        assert states is not None and written is not None
         tile, decay, beta = self._tile, self._tile.decay, self._tile.beta
         dright = torch.linalg.solve_triangular(
             self._lower.mT, dwritten, upper=True, unitriangular=True

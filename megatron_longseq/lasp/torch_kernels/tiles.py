@@ -3,7 +3,8 @@
 A tensor ``[b, m, n, heads, w]`` of the caller becomes ``[b * m, h, chunks, rows, w]``: segments
 beside the batch, heads as many as there are states, rows ``c``, or ``repeats * c`` for queries of
 which several heads read one state. Tiles bound what exists in fp32 at a time. Tokens that do not
-fill a chunk are a tile of their own, so nothing is padded.
+fill a chunk are a tile of their own, so nothing is padded. Where no pairs of tokens are looked at,
+a tile may as well be one long chunk.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Tile:
 
     @cached_property
     def decay(self) -> Decay:
-        """Over ``[1 or bm, 1 or h, chunks, c]``."""
+        """Over ``[1 or bm, 1 or h, 1 or chunks, c]``; 1 where all are the same."""
         segments, starts = self.segments, None
         if segments.starts is not None:
             # [m, n], the same for the whole batch.
@@ -66,7 +67,7 @@ class Tile:
         return ScalarDecay(self._scalar_log_decay(), starts)
 
     def _scalar_log_decay(self) -> Tensor:
-        log_decay, shape = self.segments.log_decay, (self.chunks, self.chunk, 1)
+        log_decay, shape = self.segments.log_decay, (1, self.chunk, 1)
         if log_decay is None:
             return self.segments.key.new_zeros(1, 1, *shape, dtype=self.segments.state_dtype)
         if log_decay.dim() == 1:
@@ -92,13 +93,22 @@ class Tile:
     def load(self, tensor: Tensor) -> Tensor:
         """``[b, m, n, heads, w]``, this tile's tokens, to ``[bm, h, chunks, rows, w]``."""
         part = tensor[:, :, self.tokens].unflatten(2, (self.chunks, self.chunk))
-        part = part.permute(0, 1, 4, 2, 3, 5).to(self.segments.state_dtype)
+        part = self._in_sum_dtype(part.permute(0, 1, 4, 2, 3, 5))
         heads, states = part.shape[2], self.segments.state_heads
         if heads < states:
             part = part.repeat_interleave(states // heads, 2)
         elif heads > states:
             part = part.unflatten(2, (states, heads // states)).transpose(3, 4).flatten(4, 5)
         return part.flatten(0, 1)
+
+    def _in_sum_dtype(self, part: Tensor) -> Tensor:
+        """``[b, m, heads, chunks, c, w]``, in the sums' dtype, laid out as products take it."""
+        # They step over one dim besides rows and columns: the heads, if there is nothing else.
+        if part.shape[:2].numel() == 1 and self.chunks == 1:
+            return part.to(self.segments.state_dtype)
+        if part.dtype == self.segments.state_dtype:
+            return part.contiguous()
+        return part.to(self.segments.state_dtype, memory_format=torch.contiguous_format)
 
     def store(self, value: Tensor, heads: int) -> Tensor:
         """The adjoint of :meth:`load`: ``[b, m, tokens, heads, w]``, summed over repeated heads."""
@@ -111,23 +121,25 @@ class Tile:
         return value.permute(0, 1, 3, 4, 2, 5).flatten(2, 3)
 
 
-def tiles(segments: Segments, chunk: int, chunks: int, *, reverse: bool = False) -> Iterator[Tile]:
+def tiles(
+    segments: Segments, chunk: int, chunks: int, *, reverse: bool = False, whole: bool = False
+) -> Iterator[Tile]:
     """The tiles of the segments in order of time or against it, made one by one as asked for.
 
     Args:
         chunk: tokens of a chunk.
         chunks: the most chunks of a tile.
+        whole: make each of the same tiles a single chunk.
     """
     tokens = segments.key.shape[2]
-    whole = tokens - tokens % chunk
+    end = tokens - tokens % chunk
     cut = [
-        (slice(low, min(low + chunks * chunk, whole)), chunk)
-        for low in range(0, whole, chunks * chunk)
+        (slice(low, min(low + chunks * chunk, end)), chunk) for low in range(0, end, chunks * chunk)
     ]
-    if whole < tokens:
-        cut.append((slice(whole, tokens), tokens - whole))
+    if end < tokens:
+        cut.append((slice(end, tokens), tokens - end))
     for part, length in reversed(cut) if reverse else cut:
-        yield Tile(segments, part, length)
+        yield Tile(segments, part, part.stop - part.start if whole else length)
 
 
 def identity_transition(segments: Segments) -> Tensor:
