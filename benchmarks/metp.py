@@ -85,7 +85,10 @@ def sequence_rows(run: Run) -> list[Row]:
             every = run(
                 memory.peaks, ranks, contender, lengths, layers=memory.LAYERS, arithmetic=False
             )
-            return [max(lengths_of_ranks) for lengths_of_ranks in zip(*every, strict=True)]
+            found = [max(of_ranks) for of_ranks in zip(*every, strict=True)]
+            for length, peak in zip(lengths, found, strict=True):
+                print(f"p = {ranks}, {contender.name}, {length} tokens: {peak} bytes", flush=True)
+            return found
 
         rows += memory.longest_rows(ranks, peaks)
     return rows
@@ -202,7 +205,7 @@ def make_figures(rows: list[Row]) -> dict[str, Any]:
     if len(scores) == 2:
         figures["score_block_ratio_p8"] = scores[8] / scores[1]
     for row in of("longest"):
-        if row["figure"] and row["counted"]:
+        if row["figure"] and row["counted"] and (row["baseline"], row["ranks"]) not in void:
             figures[f"max_sequence_ratio_p{row['ranks']}"] = row["ratio"]
     for network in ("loopback", "limited"):
         times = of("time", network=network, tokens=32768)
