@@ -52,6 +52,24 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ("constant", "scalar", "channel", "gated delta"))
+def test_other_gradients_are_the_same_without_that_of_the_decay(kind, packed):
+    kernel = TorchKernel(chunk=5, chunks=3)
+    for heads in HEADS:
+        segments, state, state_gradient, dout = segments_of(kind, heads, packed)
+        found = {}
+        for gates in (True, False):
+            result = kernel.d_intra(segments, dout, state, dtype=F64, gates=gates)
+            kernel.d_apply(segments, result, state, state_gradient)
+            found[gates] = {name: value for name, value in vars(result).items()}
+        assert found[False].pop("log_decay") is None
+        del found[True]["log_decay"]
+        if segments.beta is None:
+            assert found[False].pop("beta") is found[True].pop("beta") is None
+        assert_close(found[False], found[True])
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_phases_equal_one(kind, packed):
     for heads in HEADS:
