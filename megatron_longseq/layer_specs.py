@@ -209,6 +209,14 @@ def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
     return builder
 
 
+def closing_lines(model_config: Any) -> list[str]:
+    """What the methods of a model have counted during a run, for the end of its log."""
+    runtime = vars(model_config).get(_METP)
+    if runtime is None or runtime.min_tokens == 0 or not runtime.chosen:
+        return []
+    return [f"METP: computed {runtime.summary()} in training"]
+
+
 def metp_runtime(model_config: Any) -> MetpRuntime:
     """The METP runtime of this model: one, with one set of groups and buffers.
 

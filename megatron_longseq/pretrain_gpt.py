@@ -75,7 +75,7 @@ def train() -> None:
     from .checkout_training import CheckoutTraining
     from .config import LongSeqTransformerConfig
     from .lasp.requirements import check_own_batches
-    from .layer_specs import longseq_layer_spec
+    from .layer_specs import closing_lines, longseq_layer_spec
     from .startup_report import print_report_hook
 
     args = compat.parse_and_validate(extra_arguments(checkout.add_argument))
@@ -92,6 +92,8 @@ def train() -> None:
     try:
         with run:
             compat.pretrain(args, config, run.datasets, run.forward_step)
+        for line in closing_lines(config) if args.rank == 0 else []:
+            print(line, flush=True)
     except (Exception, CheckpointException) as error:
         explanation = checkpoint.explain_failed_write(error, args)
         if explanation is None:

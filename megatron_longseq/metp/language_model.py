@@ -77,7 +77,8 @@ def install(model: torch.nn.Module, runtime: MetpRuntime) -> None:
         _exchange(model.output_layer, ColumnParallelLinear, RingOutputLayer, runtime)
         model.register_forward_pre_hook(_ask_for_loss, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_inputs, with_kwargs=True)
-    model.register_forward_pre_hook(_CountMicroBatches(runtime), with_kwargs=True)
+    if model.pre_process:  # once a micro-batch, however many chunks a pipeline has
+        model.register_forward_pre_hook(_CountMicroBatches(runtime), with_kwargs=True)
 
 
 def _exchange(
@@ -161,7 +162,7 @@ class RingOutputLayer(ColumnParallelLinear):
 
 
 class _CountMicroBatches:
-    """A forward hook of a chunk: tells the runtime of every training micro-batch."""
+    """A forward hook of a first chunk: tells the runtime of every training micro-batch."""
 
     def __init__(self, runtime: MetpRuntime) -> None:
         self.runtime = runtime

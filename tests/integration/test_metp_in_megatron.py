@@ -233,6 +233,8 @@ def test_narrow_precisions_and_evaluation_between_steps(
     if "min-tokens" in precision:
         said = "METP: micro-batches of 64 tokens compute as tensor parallel (below"
         assert log(tmp_path).count(said) == 1 and said not in log(tmp_path, rank=1)
+        counted = f"METP: computed {4 * len(found)} micro-batches of 64 tokens as tensor parallel"
+        assert log(tmp_path).count(counted) == 1
 
 
 def test_the_start_up_lines_say_what_was_built(megatron_ranks, tmp_path):
