@@ -56,6 +56,10 @@ lint: ready ## check style and types
 bench-attention: setup-bench ## compare 2D attention with DeepSpeed-Ulysses and others
 	@$(PYTHON_IN_VENV) benchmarks/attention.py $(ARGS)
 
+.PHONY: bench-lasp
+bench-lasp: setup-bench ## compare linear attention over ranks with Ulysses, LASP's order, ring attention
+	@$(PYTHON_IN_VENV) benchmarks/lasp.py $(ARGS)
+
 .PHONY: bench-metp
 bench-metp: ready ## compare METP with Megatron's tensor parallelism
 	@$(PYTHON_IN_VENV) benchmarks/metp.py $(ARGS)
