@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import UserError, divisors, nearest_values
 from ..token_layout import SegmentChain
 from .chunk_kernels import SUPPORTED_DTYPES
+from .segments import LEAST_LOG_DECAY
 
 AXES = ("batch", "tokens", "heads", "width")
 
@@ -183,9 +184,11 @@ def _check_gates(
         smallest, largest = (bound.item() for bound in torch.aminmax(log_decay.detach()))
         # Written so that NaN, which aminmax passes on, is refused.
         if not (largest <= 0 and smallest > -torch.inf):
+            least = LEAST_LOG_DECAY.get(key.dtype, LEAST_LOG_DECAY[torch.float32])
             raise UserError(
                 f"log_decay from {smallest:g} to {largest:g}: a decay must be in (0, 1], so its "
-                "logarithm finite and not above 0; nearest: 0 (no decay)"
+                "logarithm finite and not above 0; nearest: 0 (no decay), or, for a token that "
+                f"forgets all before it, {least:g} or any number below it"
             )
 
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# By the dtype of the states, a log decay just below which ``exp`` is exactly 0: anything less means
+# the same, that a token forgets all, and would only drown the sums it is added to.
+LEAST_LOG_DECAY = {torch.float32: -104.0, torch.float64: -746.0}
+
 
 @dataclass(frozen=True)
 class Segments:

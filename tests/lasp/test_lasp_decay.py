@@ -15,6 +15,7 @@ from recurrences import (
     small_operator,
 )
 
+from megatron_longseq.errors import UserError
 from megatron_longseq.lasp import LinearAttentionOperator, decode, linear_attention
 from megatron_longseq.lasp.segments import Segments
 from megatron_longseq.lasp.torch_kernels import TorchKernel
@@ -86,7 +87,7 @@ def underflow(operator, group, itemsize):
     log_decay = torch.full(q.shape[:3], -800.0, dtype=dtype, requires_grad=True)
     out, state = operator(q, k, v, log_decay=log_decay, output_final_state=True)
     out.sum().backward()
-    tolerance = 1e-5 if itemsize == 4 else 1e-13
+    tolerance = 1e-5 if itemsize == 4 else 1e-12
     own = (q * k).sum(-1, keepdim=True) * v
     last = data["k"][:, -1, :, :, None].to(dtype) * data["v"][:, -1, :, None].to(dtype)
     return {
@@ -124,6 +125,36 @@ def test_a_loss_on_the_final_state_alone_reaches_every_decay(decays_on_four_rank
 def test_decay_that_underflows_leaves_exactly_nothing(decays_on_four_ranks):
     for _, _, kept in decays_on_four_ranks:
         assert all(all(found.values()) for found in kept), kept
+
+
+@pytest.mark.parametrize("log_reset", [-1e2, -1e3, -1e5, -1e9, "least"])
+@pytest.mark.parametrize("kind", ["scalar", "channel", "gated delta", "kda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_reset_inside_a_chunk_leaves_the_tokens_after_it_exact(dtype, kind, log_reset):
+    case = Case(kind, tokens=70, batch=1, states=False)
+    data, out_gradient, _ = case.inputs()
+    reset = torch.finfo(dtype).min if log_reset == "least" else log_reset
+    data["log_decay"] *= 0.1
+    data["log_decay"][:, [5, 40]] = reset
+    found, wanted = [], []
+    for results, wide in ((found, dtype), (wanted, torch.float64)):
+        leaves = {name: tensor.to(wide).requires_grad_() for name, tensor in data.items()}
+        function = linear_attention if results is found else recurrence
+        out, _ = function(**leaves)
+        results += [out, *torch.autograd.grad(out, list(leaves.values()), out_gradient.to(wide))]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for name, actual, true in zip(("out", *data), found, wanted, strict=True):
+        error = (actual.double() - true).abs().max() / true.abs().max()
+        assert error < tolerance, (name, error)
+    gate = found[1 + list(data).index("log_decay")]
+    if reset < -746:
+        assert (gate[:, [5, 40]] == 0).all(), "nothing passes that it could let through"
+
+
+def test_minus_infinity_is_refused_with_what_resets():
+    q = torch.ones(1, 4, 1, 2)
+    with pytest.raises(UserError, match=r"forgets all before it, -104 or any number below"):
+        linear_attention(q, q, q, log_decay=torch.full((1, 4, 1), -torch.inf))
 
 
 def test_a_decay_of_one_is_no_decay():

@@ -15,6 +15,7 @@ from megatron_longseq import linear_attention
 from megatron_longseq.lasp.segments import Gradients, Segments
 from megatron_longseq.lasp.torch_kernels import TorchKernel
 from megatron_longseq.lasp.triton_kernels import TritonKernel
+from megatron_longseq.lasp.triton_kernels.decay import Decay
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -44,6 +45,11 @@ CASES: dict[str, tuple[dict, int]] = {
         {"decay": "channel", "strength": 100.0, "heads": (1, 1, 1), "widths": (24, 8)},
         32,
     ),
+    "scalar, resets": ({"decay": "scalar", "resets": True, "heads": (1, 1, 1), "tokens": 24}, 16),
+    "channel, resets": (
+        {"decay": "channel", "resets": True, "heads": (1, 1, 1), "widths": (8, 8)},
+        32,
+    ),
     "none, two keys of one value": ({"decay": "none", "heads": (2, 2, 1), "tokens": 5}, 16),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,6 +66,7 @@ def random_segments(
     widths: tuple[int, int] = (16, 16),
     documents: bool = False,
     strength: float = 1.0,
+    resets: bool = False,
 ) -> Segments:
     """Two segments of ``tokens`` tokens, views into one tensor as a caller has them."""
     generator = torch.Generator().manual_seed(0)
@@ -80,6 +87,9 @@ def random_segments(
         "scalar": lambda: gates(batch, 2, tokens, states),
         "channel": lambda: gates(batch, 2, tokens, states, d),
     }[decay]()
+    if resets:
+        log_decay[:, :, [2, 20]] = torch.finfo(dtype).min
+        log_decay[:, :, 9] = -1e6
     starts = None
     if documents:
         starts = torch.zeros(2, tokens, dtype=torch.bool)
@@ -215,7 +225,8 @@ def errors() -> dict[str, tuple[float, str]]:
     found = {name: largest_error(case, chunk) for name, (case, chunk) in CASES.items()}
     for name, dtype in DTYPES.items():
         case = {"decay": "channel" if name == "fp32" else "scalar", "dtype": dtype}
-        found[name] = largest_error(case | {"heads": (1, 1, 1), "tokens": 20})
+        case |= {"heads": (1, 1, 1), "tokens": 24, "resets": True}
+        found[name] = largest_error(case)
     found["parts"] = parts_of_a_whole()
     empty_segments()
     return found
@@ -285,6 +296,14 @@ def test_says_why_it_cannot_be_used(ranks):
     reasons = ranks.run(reasons_against, world_size=1)[0]
     assert reasons["a CPU"] == "Triton compiles for CUDA, not for cpu"
     assert reasons["delta rule"] == "the delta rule has no Triton kernel"
+
+
+def test_offsets_to_the_end_are_as_exact_in_a_long_run_as_in_a_short_one():
+    log = -0.1 * torch.rand(1, 1 << 17, 1)
+    found = Decay(log, 64, torch.float32).offsets(to_start=False)
+    true = Decay(log.double(), 64, torch.float64).offsets(to_start=False)
+    assert true[0, 0, 0] < -6e3 and found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), true, rtol=1e-6, atol=0)
 
 
 def test_a_chunk_that_no_matrix_unit_takes_is_refused():

@@ -5,7 +5,8 @@ With ``b`` the running sum of the log decay in a chunk of ``c`` tokens, token i 
 incoming state with ``exp(b_i)``, and leaves what it wrote to the outgoing state with
 ``exp(b_c - b_j)``. All of these are <= 1: differences are taken before the exponential. Where
 documents start, weights across a start are zero; ``b`` itself runs on, as differences inside a
-document do not feel it.
+document do not feel it. It is summed and subtracted in fp64: where one token forgets all, the
+difference of two later ones is small beside the sums it is taken of.
 
 Tensors are ``[..., c, width]``, leading dims over segments, heads and chunks. The rows of a query
 are ``repeats`` times those of the chunk, where several query heads read one state.
@@ -16,6 +17,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..segments import LEAST_LOG_DECAY
 
 # Above this many rows, decay per channel goes through a reference token in between, whose two
 # factors are both <= 1; inside, every pair of rows has its own exponential per channel.
@@ -67,14 +70,13 @@ def rows(tensor: Tensor, repeats: int) -> Tensor:
 class _Windows:
     """What tokens of a chunk see of one another, of the state before it and of the one after."""
 
-    def __init__(
-        self, log_decay: Tensor, starts: Tensor | None, sum_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
         self.starts = starts
-        total = log_decay.cumsum(-2, dtype=sum_dtype)
-        self.total = total.to(log_decay.dtype)
-        self.from_start = self.total.exp()
-        self.to_end = (total[..., -1:, :] - total).to(log_decay.dtype).exp()
+        self._log_decay = log_decay
+        self._least = LEAST_LOG_DECAY[log_decay.dtype]
+        self.total = log_decay.clamp(min=self._least).cumsum(-2, dtype=torch.float64)
+        self.from_start = self._exp(self.total)
+        self.to_end = self._exp(self.total[..., -1:, :] - self.total)
         self.across = self.from_start[..., -1:, :].mT
         if starts is not None:
             document = starts.cumsum(-1)
@@ -82,6 +84,10 @@ class _Windows:
             self.from_start = self.from_start * (document == 0)[..., None]
             self.to_end = self.to_end * (document == last)[..., None]
             self.across = self.across * (last == 0)[..., None]
+
+    def _exp(self, difference: Tensor) -> Tensor:
+        """The factor, in the dtype of the gates, of a log decay that is in fp64."""
+        return difference.to(self._log_decay.dtype).exp()
 
     @cached_property
     def visible(self) -> Tensor:
@@ -94,8 +100,12 @@ class _Windows:
         return visible & (document[..., :, None] == document[..., None, :])
 
     def gate_gradient(self, gradient: Tensor) -> Tensor:
-        """Token i's gate is in b of all tokens from i on; behind its document they cancel."""
+        """Token i's gate is in b of all tokens from i on; behind its document they cancel.
+
+        One that forgets all has no gradient: nothing passes that it could let through.
+        """
         gate = self.visible.to(gradient.dtype).mT @ gradient
+        gate = gate.masked_fill(self._log_decay <= self._least, 0)
         if self.starts is not None:
             gate = gate.masked_fill(self.starts[..., None], 0)
         return gate
@@ -109,15 +119,10 @@ class ScalarDecay(_Windows):
         starts: boolean ``[..., c]``, where documents start.
     """
 
-    def __init__(self, log_decay: Tensor, starts: Tensor | None) -> None:
-        # A chunk may be long, and its sum large beside the differences taken of it.
-        super().__init__(log_decay, starts, torch.float64)
-
     @cached_property
     def _weights(self) -> Tensor:
         # Above the diagonal the difference is positive: never let it reach the exponential.
-        difference = (self.total - self.total.mT).clamp_(max=0)
-        return difference.exp_() * self.visible
+        return self._exp((self.total - self.total.mT).clamp_(max=0)) * self.visible
 
     def _rows(self, repeats: int, strict: bool) -> Tensor:
         return rows(self._weights.tril(-1) if strict else self._weights, repeats)
@@ -150,13 +155,15 @@ class ChannelDecay(_Windows):
     def _through_reference(self, block: slice) -> tuple[Tensor, Tensor]:
         """Factors of the block's rows, and of all earlier rows, by way of the row in between."""
         reference = self.total[..., block.start - 1 : block.start, :]
-        after = (self.total[..., block, :] - reference).exp().unsqueeze(-3)
-        return after, (reference - self.total[..., : block.start, :]).exp()
+        after = self._exp(self.total[..., block, :] - reference).unsqueeze(-3)
+        return after, self._exp(reference - self.total[..., : block.start, :])
 
     def _within(self, block: slice) -> Tensor:
         """``exp(b_im - b_jm)`` of the rows of a block: ``[..., i, j, m]``."""
-        total = self.total[..., block, :]
-        return (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp(max=0).exp()
+        first = slice(block.start, block.start + 1)
+        # Sums of a few gates only: fp64 for every pair of rows would take half as long again.
+        total = (self.total[..., block, :] - self.total[..., first, :]).to(self._log_decay.dtype)
+        return (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp_(max=0).exp_()
 
     def _mask(self, tensor: Tensor, strict: bool) -> Tensor:
         return tensor * (self.visible.tril(-1) if strict else self.visible).unsqueeze(-3)

@@ -11,7 +11,17 @@ factors at most 1. Inside one block it is done element by element, a column at a
 import triton
 import triton.language as tl
 
-from .tiles import dot, load_documents, load_tile, log_decay, part_of, place, store_tile, visible
+from .tiles import (
+    bounded,
+    dot,
+    load_documents,
+    load_tile,
+    log_decay,
+    part_of,
+    place,
+    store_tile,
+    visible,
+)
 
 
 @triton.jit
@@ -66,7 +76,7 @@ def scores_kernel(
                 for block in range(key_block + 1, query_block):
                     mid_rows, mid_exists = block_rows(chunk, block, tokens, C, BLOCK)
                     g = load_tile(gates, gates_n, mid_rows, mid_exists, d, D, ACC)
-                    between += tl.sum(g, 0, keep_dims=True)
+                    between += tl.sum(bounded(g, ACC), 0, keep_dims=True)
                 k *= tl.exp(kb_last - kb + between)
                 p += dot(q * tl.exp(b), tl.trans(k), ACC, OPERAND, PRECISION)
             else:

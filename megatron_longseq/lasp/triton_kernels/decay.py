@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..segments import LEAST_LOG_DECAY
+
 
 @dataclass(frozen=True)
 class Decay:
@@ -38,15 +40,19 @@ class Decay:
 
     @cached_property
     def chunk_totals(self) -> Tensor:
-        """Log decay of each chunk, ``[B, h, chunks]`` or ``[B, h, chunks, d]``, fp32 or fp64."""
-        log = self.log.to(self.dtype)
+        """Log decay of each chunk, ``[B, h, chunks]`` or ``[B, h, chunks, d]``, in fp64.
+
+        Those of a long run add up to far more than the differences that weights are made of.
+        """
+        log = self.log.to(self.dtype).clamp(min=LEAST_LOG_DECAY[self.dtype])
         padding = (0, 0) * (log.dim() - 2) + (0, self.chunks * self.chunk - log.shape[1])
-        return pad(log, padding).unflatten(1, (self.chunks, self.chunk)).sum(2).transpose(1, 2)
+        log = pad(log, padding).unflatten(1, (self.chunks, self.chunk))
+        return log.sum(2, dtype=torch.float64).transpose(1, 2)
 
     @cached_property
     def transitions(self) -> Tensor:
         """A of each chunk, in the shape of :attr:`chunk_totals`; 0 where a document starts."""
-        transitions = self.chunk_totals.exp()
+        transitions = self.chunk_totals.exp().to(self.dtype)
         if self.documents is not None:
             starts = torch.arange(self.chunks, device=self.log.device) * self.chunk
             ends = (starts + self.chunk).clamp(max=self.log.shape[1])
@@ -57,17 +63,21 @@ class Decay:
     @cached_property
     def transition(self) -> Tensor:
         """A of the whole run, ``[B, h]`` or ``[B, h, d]``; 0 where a document starts."""
-        transition = self.chunk_totals.sum(2).exp()
+        transition = self.chunk_totals.sum(2).exp().to(self.dtype)
         if self.documents is not None:
             uncut = (self.documents[:, 0] == self.documents[:, -1]).unsqueeze(-1)
             transition = transition * (uncut.unsqueeze(-1) if self.per_channel else uncut)
         return transition
 
     def offsets(self, to_start: bool) -> Tensor:
-        """Log decay between each chunk and the run's first (or last) token, as the totals."""
+        """Log decay between each chunk and the run's first (or last) token, as the totals.
+
+        In :attr:`dtype`.
+        """
         totals = self.chunk_totals
         before = totals.cumsum(2)
-        return (before - totals if to_start else before[:, :, -1:] - before).contiguous()
+        offsets = before - totals if to_start else before[:, :, -1:] - before
+        return offsets.to(self.dtype).contiguous()
 
     @cached_property
     def starts(self) -> Tensor:
@@ -83,10 +93,15 @@ class Decay:
         gradient. Both are ``[B, n, h]`` or ``[B, n, h, d]``.
         """
         sums = gradient.flip(1).cumsum(1).flip(1)
-        if self.documents is None:
-            return sums
-        # For the same reason 0 but for rounding: the decay of a first token counts nowhere.
-        return sums.masked_fill(_beside(self.starts, sums), 0)
+        if self.documents is not None:
+            # For the same reason 0 but for rounding: the decay of a first token counts nowhere.
+            sums = sums.masked_fill(_beside(self.starts, sums), 0)
+        return sums.masked_fill(self._forgets, 0)
+
+    @property
+    def _forgets(self) -> Tensor:
+        """Which gates let nothing through, as :attr:`log`; so they have no gradient."""
+        return self.log.to(self.dtype) <= LEAST_LOG_DECAY[self.dtype]
 
     def gate_gradient_of_end(self, through: Tensor | None, reached: Tensor) -> Tensor:
         """The same, from the state after the run and nothing else.
@@ -106,7 +121,7 @@ class Decay:
         if self.documents is not None:
             elsewhere = self.starts | (self.documents[:, 1:] != self.documents[:, -1:])
             before = before.masked_fill(_beside(elsewhere, before), 0)
-        return before
+        return before.masked_fill(self._forgets, 0)
 
 
 def _beside(tokens: Tensor, other: Tensor) -> Tensor:

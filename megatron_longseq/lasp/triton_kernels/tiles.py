@@ -10,8 +10,14 @@ and with ``_r``, how many heads of the output one of its heads serves.
 Offsets are 64-bit: batch x tokens x heads x width passes 2^31 in ordinary long-context runs.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from ..segments import LEAST_LOG_DECAY
+
+LEAST_FP32 = tl.constexpr(LEAST_LOG_DECAY[torch.float32])
+LEAST_FP64 = tl.constexpr(LEAST_LOG_DECAY[torch.float64])
 
 
 @triton.jit
@@ -52,6 +58,15 @@ def dot(a, b, ACC: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit
+def bounded(g, ACC: tl.constexpr):
+    """Log decays, none so far below underflow that it would drown what is added to it."""
+    if ACC == tl.float64:  # noqa: SIM300
+        return tl.where(g < LEAST_FP64, LEAST_FP64, g)
+    else:
+        return tl.where(g < LEAST_FP32, LEAST_FP32, g)
+
+
+@triton.jit
 def log_decay(
     gates,
     stride,
@@ -71,6 +86,7 @@ def log_decay(
     else:
         g = tl.load(gates + rows.to(tl.int64) * stride, mask=row_exists, other=0.0).to(ACC)
         g = g[:, None]
+    g = bounded(g, ACC)
     return tl.cumsum(g, 0), tl.sum(g, 0, keep_dims=True)
 
 
