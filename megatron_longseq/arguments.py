@@ -26,7 +26,7 @@ from .lasp.requirements import (
     check_positions,
     preset_of,
 )
-from .metp.requirements import check_metp
+from .metp.requirements import check_metp, check_sequence
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -207,14 +207,7 @@ def _check_metp(args: argparse.Namespace, given: dict[str, Any]) -> None:
             "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
             "context-parallel ranks; use 1"
         )
-    parts = 2 * args.tensor_model_parallel_size * args.context_parallel_size
-    if args.seq_length is not None and args.seq_length % parts:
-        below = args.seq_length // parts
-        nearest = [k * parts for k in (below, below + 1) if k > 0]
-        raise UserError(
-            f"--seq-length {args.seq_length}: under METP every tensor- and context-parallel rank "
-            f"holds two equal pieces, so it must be a multiple of {parts}; nearest: {nearest}"
-        )
+    check_sequence(args.seq_length, args.tensor_model_parallel_size, args.context_parallel_size)
 
 
 def _check_linear(args: argparse.Namespace, given: dict[str, Any]) -> None:

@@ -158,10 +158,23 @@ def stock_final_norm(config: Any) -> Any:
 
 
 def norm_of_transformer_engine() -> Any:
-    """Transformer Engine's norm, by itself; its own layers have it fused with what follows."""
-    from megatron.core.extensions.transformer_engine import TENorm
+    """Builds Transformer Engine's norm by itself, where its own layers fuse it with what follows.
 
-    return TENorm
+    The module has no ``_extra_state`` of its own: the fused layers save none for their norm, and a
+    checkpoint of theirs could not be loaded into it.
+    """
+    import torch
+    from megatron.core.extensions import transformer_engine
+
+    def build(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        norm = transformer_engine.TENorm(config=config, hidden_size=hidden_size, eps=eps)
+        plain = {
+            name: getattr(torch.nn.Module, name) for name in ("get_extra_state", "set_extra_state")
+        }
+        norm.__class__ = type(type(norm).__name__, (type(norm),), plain)
+        return norm
+
+    return build
 
 
 def column_linear_of_transformer_engine() -> Any:

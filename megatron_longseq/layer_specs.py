@@ -30,17 +30,13 @@ from .attention_2d.core_attention import TwoDCoreAttentionBuilder
 from .config import ranks_per_node
 from .errors import UserError
 from .external_options import prepare_model_config
-from .lasp.layer import LinearAttention, LinearAttentionSubmodules, LinearRuntime
+from .lasp.layer import LinearAttention, LinearAttentionSubmodules
 from .lasp.requirements import check_positions, linear_layers, preset_of
+from .lasp.runtime import LinearRuntime
 from .metp.language_model import InstallMetp
 from .metp.linears import ColumnShardLinear, RowShardLinear
 from .metp.mlp import METPMLPBuilder
-from .metp.requirements import (
-    check_shards_per_step,
-    crossover_tokens,
-    kv_heads,
-    parse_min_tokens,
-)
+from .metp.requirements import check_sequence, check_shards_per_step, least_tokens
 from .metp.runtime import MetpRuntime
 from .metp.self_attention import METPCoreAttentionBuilder, METPSelfAttention
 from .norms import SequenceParallelNorm
@@ -154,6 +150,11 @@ def linear_runtime(model_config: Any) -> LinearRuntime:
         groups = linear_groups(
             config.tensor_model_parallel_size, ranks_per_node(), config.longseq_comm_timeout_seconds
         )
+        if config.longseq_scan == "two_level" and groups.context and not groups.ranks_per_node:
+            raise UserError(
+                f"--longseq-scan two_level: the {config.context_parallel_size} context-parallel "
+                "ranks are not spread over nodes of equally many, at least two; use auto"
+            )
         runtime = LinearRuntime(
             groups.context,
             preset,
@@ -225,14 +226,12 @@ def metp_runtime(model_config: Any) -> MetpRuntime:
     runtime = vars(model_config).get(_METP)
     if runtime is None:
         config = model_config.transformer
-        least = parse_min_tokens(config.longseq_metp_min_tokens)
-        if least is None:
-            least = crossover_tokens(
-                hidden=config.hidden_size,
-                kv_width=kv_heads(config) * config.kv_channels,
-                ffn=config.ffn_hidden_size,
-                gated=config.gated_linear_unit,
-            )
+        check_sequence(
+            getattr(model_config, "seq_length", None),
+            config.tensor_model_parallel_size,
+            config.context_parallel_size,
+        )
+        least = least_tokens(config)
         runtime = MetpRuntime(
             metp_groups(config.longseq_comm_timeout_seconds),
             kernel=config.longseq_attention_kernel,

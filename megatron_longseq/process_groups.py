@@ -89,6 +89,7 @@ def metp_groups(timeout_seconds: float) -> MetpGroups:
         weights=_second_group(tensor, timeout_seconds, "LONGSEQ_METP_WEIGHTS_GROUP"),
         gradients=_second_group(tensor, timeout_seconds, "LONGSEQ_METP_GRADIENTS_GROUP"),
         kv=_second_group(both, timeout_seconds, "LONGSEQ_METP_KV_GROUP"),
+        kv_gradients=_second_group(both, timeout_seconds, "LONGSEQ_METP_KV_GRADIENTS_GROUP"),
         context=context if context.size() > 1 else None,
     )
 

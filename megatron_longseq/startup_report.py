@@ -135,7 +135,7 @@ def _overlap_of(
     weight = attention.linear_qkv.weight
     token_ranks = runtime.attention.kv_ring.size
     shape = LayerShape(
-        rows=seq_length // token_ranks,
+        rows=max(1, seq_length // token_ranks),
         batch=micro_batch,
         hidden=config.hidden_size,
         query_width=config.num_attention_heads * config.kv_channels,

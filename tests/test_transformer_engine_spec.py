@@ -36,6 +36,7 @@ def edited_spec_with_stubbed_transformer_engine(method):
             longseq_context_parallel="2d" if method == "2d" else "megatron",
             longseq_tensor_parallel="metp" if method == "metp" else "megatron",
             context_parallel_size=1,
+            longseq_linear_attention="none",
             longseq_attention_kernel="auto",
             longseq_comm_timeout_seconds=10.0,
         )
@@ -96,3 +97,40 @@ def test_metp_takes_the_norms_of_transformer_engine_and_linear_layers_of_its_own
         ".submodules.mlp": "METPMLPBuilder",
     }
     assert {path: after.get(path) for path in expected} == expected
+
+
+def norm_with_a_stub_of_transformer_engine():
+    """Keys that a norm of Transformer Engine saves by itself, and as METP builds it."""
+    import torch
+    from megatron.core.extensions import transformer_engine
+
+    from megatron_longseq import compat
+
+    class StubNorm(torch.nn.LayerNorm):
+        """Has an extra state, as the norms of Transformer Engine have."""
+
+        def __init__(self, config, hidden_size, eps):
+            super().__init__(hidden_size, eps=eps)
+
+        def get_extra_state(self):
+            return torch.zeros(0)
+
+        def set_extra_state(self, state):
+            raise AssertionError("there is none to set")
+
+    transformer_engine.TENorm = StubNorm
+    stock = StubNorm(None, 8, 1e-5)
+    norm = compat.norm_of_transformer_engine()(config=None, hidden_size=8, eps=1e-5)
+    norm.load_state_dict({"weight": torch.ones(8), "bias": torch.zeros(8)}, strict=True)
+    same = torch.equal(norm(torch.arange(8.0)), stock(torch.arange(8.0)))
+    return sorted(stock.state_dict()), sorted(norm.state_dict()), isinstance(norm, StubNorm), same
+
+
+def test_a_norm_by_itself_saves_what_transformer_engines_fused_norm_saves(megatron_ranks):
+    stock, ours, is_one, same = megatron_ranks.run(
+        norm_with_a_stub_of_transformer_engine, world_size=1
+    )[0]
+    assert stock == ["_extra_state", "bias", "weight"]
+    # A fused layer saves layer_norm_weight and layer_norm_bias, and no state for its norm.
+    assert ours == ["bias", "weight"]
+    assert is_one and same

@@ -15,10 +15,9 @@ Legend: n tokens on this rank, b micro-batch, h hidden, p tensor-parallel size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.enums import AttnMaskType
@@ -34,15 +33,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
-from ..communication.scan import Scan
 from ..errors import UserError
-from ..token_layout import Layout
-from .halo import CausalConvolution
-from .linear_attention import LinearAttentionOperator
 from .output_norms import HeadNorm, hidden_norm
 from .parameters import LowRank, ShortConvolution, per_head
 from .presets import (
-    Preset,
     apply_map,
     initial_rates,
     initial_time_steps,
@@ -52,19 +46,7 @@ from .presets import (
     wide,
 )
 from .requirements import heads_of
-
-
-class LinearState(NamedTuple):
-    """What a linear layer knows of all tokens before the next one.
-
-    Attributes:
-        recurrent: ``[b, heads / p, d, e]`` in fp32 (fp64 for fp64); one more column with a
-            denominator.
-        rows: ``[b, w - 1, channels / p]``, the last inputs of the convolution; ``None`` without.
-    """
-
-    recurrent: Tensor
-    rows: Tensor | None
+from .runtime import LinearRuntime, LinearState
 
 
 @dataclass
@@ -78,60 +60,6 @@ class LinearAttentionSubmodules:
 
     in_proj: Any
     out_proj: Any
-
-
-class LinearRuntime:
-    """What all linear layers of a model share: preset, operator, convolution, buffers.
-
-    Args:
-        group: the context-parallel ranks; ``None`` for one.
-        preset: of the model.
-        layout, schedule, backend: see :class:`.linear_attention.LinearAttentionOperator`.
-        node_size: consecutive ranks of the group on one node; ``None`` if all are.
-        timeout_seconds: limit of every wait.
-
-    Raises:
-        UserError: the schedule does not fit the group.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        preset: Preset,
-        *,
-        layout: Layout = "zigzag",
-        schedule: Any = "auto",
-        backend: str = "auto",
-        node_size: int | None = None,
-        timeout_seconds: float,
-    ) -> None:
-        self.preset = preset
-        self.backend = backend
-        # All ranks have read the same flags: comparing shapes, or looking at decays, at every call
-        # of every layer would stop a GPU each time.
-        scan = Scan(
-            group,
-            layout=layout,
-            schedule=schedule,
-            node_size=node_size,
-            timeout_seconds=timeout_seconds,
-            check_agreement=False,
-        )
-        self.operator = LinearAttentionOperator(
-            group,
-            layout=layout,
-            backend=backend,
-            scan=scan,
-            timeout_seconds=timeout_seconds,
-            check_agreement=False,
-            check_values=False,
-        )
-        self.convolution = CausalConvolution(group, layout=layout, timeout_seconds=timeout_seconds)
-        self.timeout_seconds = timeout_seconds
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearRuntime":
-        # Megatron copies specs; groups and buffers are one for all copies.
-        return self
 
 
 class LinearAttention(MegatronModule):
@@ -492,11 +420,12 @@ class LinearAttention(MegatronModule):
     def describe(self) -> str:
         """For the start-up lines: preset, heads, what passes between ranks, and how."""
         operator, heads = self.runtime.operator, self.heads
+        kernel = self.runtime.kernel(heads.key_width, heads.value_width, self.in_proj.weight)
         columns = heads.value_width + int(self.preset.norm == "denominator")
         state = self.local_value_heads * heads.key_width * columns * 4
         text = (
             f"linear attention {self.preset.name}, {heads.key} key and {heads.value} value heads "
-            f"of {heads.key_width} and {heads.value_width}, kernel {self.runtime.backend}"
+            f"of {heads.key_width} and {heads.value_width}, kernel {kernel}"
         )
         if operator.place.size == 1:
             return text

@@ -37,7 +37,7 @@ from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
 from ..softmax.block_kernels import BlockKernel
 from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
 from .lockstep import OwnerReduce, ShardBroadcast
-from .products import add_product, returned_gradient
+from .products import add_product, returned_gradient, without_autocast
 
 # Mixed query, key and value of a head group [rows, b, width] -> query, key, value [rows, b, .., d]
 ToHeads = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -78,6 +78,8 @@ class HeadGroupAttention:
         kv_group: the ranks among which the tokens are split, in zigzag order: rank i of N holds
             pieces i and ``2 N - 1 - i`` of ``2 N``. Usually the same ranks as ``weight_group``.
         reduce_group: the ranks of ``weight_group`` once more, for sums of weight gradients.
+        kv_gradient_group: the ranks of ``kv_group`` once more, for dK and dV; over NCCL they then
+            overlap with K and V.
         buffers, timeout_seconds, staging: see :class:`.matmul_chain.RingMatmulChain`.
         gradient_dtype: of the weight gradients and of dK and dV on their way; fp32 if not given.
     """
@@ -88,6 +90,7 @@ class HeadGroupAttention:
         kv_group: dist.ProcessGroup | None,
         reduce_group: dist.ProcessGroup | None,
         *,
+        kv_gradient_group: dist.ProcessGroup | None = None,
         buffers: BufferPool | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         gradient_dtype: torch.dtype | None = None,
@@ -98,6 +101,7 @@ class HeadGroupAttention:
         self.kv_ring = Ring(
             kv_group,
             self.buffers,
+            lane_groups={"gradients": kv_gradient_group} if kv_gradient_group is not None else None,
             timeout_seconds=timeout_seconds,
             gradient_dtype=gradient_dtype,
             staging=staging,
@@ -147,6 +151,7 @@ class HeadGroupAttention:
 
 class _HeadGroupFunction(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -189,6 +194,7 @@ class _HeadGroupFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, qkv_weight, qkv_bias, projection, *rest = ctx.saved_tensors
         operator: HeadGroupAttention = ctx.operator

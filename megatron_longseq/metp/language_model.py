@@ -149,7 +149,7 @@ class RingOutputLayer(ColumnParallelLinear):
         runtime = self.metp_runtime
         if labels is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
-            return logits[runtime.order(logits.shape[0], logits.device).argsort()], bias
+            return logits[runtime.natural(logits.shape[0], logits.device)], bias
         losses = ring_cross_entropy(
             input_,
             self.weight if weight is None else weight,

@@ -32,7 +32,7 @@ from ..communication.groups import GroupPlace
 from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
 from ..errors import UserError
-from .products import Activation, add_product, returned_gradient, row_tiles
+from .products import Activation, add_product, returned_gradient, row_tiles, without_autocast
 
 
 class RingMatmulChain:
@@ -126,7 +126,9 @@ def ring_matmul_chain(
         c: ``[width', out]``, this rank's rows of C; the same shape on every rank.
         group: the ranks that share B and C; ``None`` for one rank.
         f: acts on the columns of one shard, ``[n, width]`` to ``[n, width']``; differentiable, and
-            the same on every rank. It may pair columns, as SwiGLU does; it must not mix rows.
+            the same on every rank. It may pair columns, as SwiGLU does; it must not mix rows. It is
+            applied again in backward: so it has no parameters, draws no random numbers, and leaves
+            its input as it is.
         bias: ``[width]``, this rank's part of what is added to A B.
         tiles: see :class:`RingMatmulChain`.
         timeout_seconds: limit of every wait.
@@ -145,13 +147,17 @@ def ring_matmul_chain(
     """
     # Whatever one rank finds, all must learn: the others would wait for it.
     problem = _misfit(a, b, c, bias, f, tiles)
-    trained = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (b, c, bias)]
+    wanted = [
+        torch.is_grad_enabled() and t is not None and t.requires_grad for t in (a, b, c, bias)
+    ]
     GridAgreement(GroupPlace.of(None), GroupPlace.of(group), timeout_seconds).verify(
         {
             "b": (tuple(b.shape), b.dtype),
             "c": (tuple(c.shape), c.dtype),
             "bias": None if bias is None else (tuple(bias.shape), bias.dtype),
-            "b, c and bias need gradients": trained,
+            "b, c and bias need gradients": wanted[1:],
+            # All ranks take part in backward, or none.
+            "some of a, b, c and bias needs a gradient": any(wanted),
             "problem": problem or "none",
         }
     )
@@ -179,23 +185,35 @@ def _misfit(
         return f"a has {a.shape[-1]} columns and b {b.shape[0]} rows; they must be equal"
     if bias is not None and bias.shape != b.shape[1:]:
         return f"bias has shape {tuple(bias.shape)}; b has {b.shape[1]} columns"
+    return _misfit_of_function(f, b, c)
+
+
+def _misfit_of_function(f: Activation, b: Tensor, c: Tensor) -> str | None:
+    """Tries f on a row of numbers: whether it can be applied again in backward, for b and c."""
+    trial = torch.linspace(-2, 2, b.shape[1], dtype=b.dtype, device=b.device)[None]
+    tried = trial.clone().requires_grad_()
     try:
-        with torch.no_grad():
-            inner = f(b.new_zeros(1, b.shape[1]))
+        with torch.enable_grad(), torch.autocast(b.device.type, enabled=False):
+            constant, first, second = f(trial.clone()), f(tried), f(tried)
     except Exception as error:
         return f"f cannot be applied to [1, {b.shape[1]}]: {type(error).__name__}: {error}"
-    if not isinstance(inner, Tensor):
-        return f"f must return a tensor, not {type(inner).__name__}"
-    if inner.shape != (1, c.shape[0]):
+    if not isinstance(first, Tensor):
+        return f"f must return a tensor, not {type(first).__name__}"
+    if first.shape != (1, c.shape[0]):
         return (
-            f"f maps [1, {b.shape[1]}] to {list(inner.shape)}; it must be [1, {c.shape[0]}], "
+            f"f maps [1, {b.shape[1]}] to {list(first.shape)}; it must be [1, {c.shape[0]}], "
             f"since c has {c.shape[0]} rows"
         )
+    if constant.requires_grad:
+        return "f has parameters that need gradients, which would get none; use one without"
+    if not torch.equal(first, second):
+        return "f gives two results for one input, and backward applies it again; it must not"
     return None
 
 
 class _MatmulChain(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -223,6 +241,7 @@ class _MatmulChain(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, w1, bias, w2 = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])

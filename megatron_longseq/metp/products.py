@@ -4,13 +4,30 @@ Sums over ring steps are kept in fp32 (fp64 for fp64): a 16-bit sum would be rou
 and lose accuracy as the ring grows.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
+
+
+def without_autocast[Method: Callable[..., Any]](method: Method) -> Method:
+    """Wraps forward or backward of an autograd function, whose second argument is a tensor.
+
+    Backward recomputes what forward has computed: both in the dtypes of the inputs, whatever
+    autocast is switched on where they are called. And sums in fp32 must not become 16-bit ones.
+    """
+
+    @functools.wraps(method)
+    def wrapped(ctx: Any, tensor: Tensor, *others: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return method(ctx, tensor, *others)
+
+    return cast(Method, wrapped)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

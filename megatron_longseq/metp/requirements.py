@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from ..communication.ring import accumulation_dtype
 from ..errors import UserError, divisors, nearest_values
 from ..unsupported import Unsupported, check_unsupported, unsupported
+from .traffic import head_group_traffic, matmul_chain_traffic
 
 FLAG = "--longseq-tensor-parallel metp"
 
@@ -170,14 +172,102 @@ def kv_heads(config: Any) -> int:
     return config.num_attention_heads
 
 
-def crossover_tokens(*, hidden: int, kv_width: int, ffn: int, gated: bool) -> int:
-    """Tokens in the tensor-parallel group from which METP sends less than tensor parallelism.
+def crossover_tokens(
+    *,
+    ranks: int,
+    hidden: int,
+    query_heads: int,
+    kv_heads: int,
+    head_width: int,
+    ffn: int,
+    gated: bool,
+    element_bytes: int,
+    gradient_bytes: int,
+) -> int | None:
+    """Tokens in the tensor-parallel group from which METP sends fewer bytes per layer and step.
 
-    ``3 W / (10 h - 6 k)``, W being the weights of a layer: what METP moves grows with them, what
-    Megatron's sequence parallelism moves with the tokens. See ``docs/metp.md``.
+    What METP moves are the weights, whatever the tokens, and K, V and their gradients; Megatron's
+    tensor parallelism with sequence parallelism gathers and scatters ``10 (p - 1) / p`` hidden
+    states. Both in bytes, by the formulas of :mod:`.traffic`.
+
+    Returns:
+        None if METP sends more per token, so that it never comes to send less.
     """
-    weights = (3 if gated else 2) * hidden * ffn + 2 * hidden * hidden + 2 * hidden * kv_width
-    return -(-3 * weights // (10 * hidden - 6 * kv_width))
+
+    def metp(tokens: int) -> int:
+        total = 0
+        for backward in (False, True):
+            total += matmul_chain_traffic(
+                ranks=ranks,
+                hidden=hidden,
+                ffn=ffn,
+                gated=gated,
+                element_bytes=element_bytes,
+                gradient_bytes=gradient_bytes,
+                backward=backward,
+            ).bytes
+            total += head_group_traffic(
+                ranks=ranks,
+                tokens=tokens,
+                batch=1,
+                hidden=hidden,
+                query_heads=query_heads,
+                key_heads=kv_heads,
+                width=head_width,
+                element_bytes=element_bytes,
+                gradient_bytes=gradient_bytes,
+                backward=backward,
+            ).bytes
+        return total
+
+    # Per token of this rank, of which the group has p times as many.
+    fixed, per_token = metp(0), metp(1) - metp(0)
+    saved = 10 * hidden * element_bytes * (ranks - 1) - per_token
+    return None if saved <= 0 else -(-fixed // saved) * ranks
+
+
+def check_sequence(length: int | None, tensor: int, context: int) -> None:
+    """Checks that every rank can hold two equal pieces of a sequence of ``length`` tokens.
+
+    Raises:
+        UserError: with the nearest lengths that do.
+    """
+    parts = 2 * tensor * context
+    if length is not None and length % parts:
+        below = length // parts
+        nearest = [k * parts for k in (below, below + 1) if k > 0]
+        raise UserError(
+            f"--seq-length {length}: under METP every tensor- and context-parallel rank holds two "
+            f"equal pieces, so it must be a multiple of {parts}; nearest: {nearest}"
+        )
+
+
+def least_tokens(config: Any) -> int:
+    """``--longseq-metp-min-tokens`` of a transformer config as a number.
+
+    Raises:
+        UserError: ``auto``, and METP never comes to send less than tensor parallelism.
+    """
+    given = parse_min_tokens(config.longseq_metp_min_tokens)
+    if given is not None:
+        return given
+    least = crossover_tokens(
+        ranks=config.tensor_model_parallel_size,
+        hidden=config.hidden_size,
+        query_heads=config.num_attention_heads,
+        kv_heads=kv_heads(config),
+        head_width=config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        gated=config.gated_linear_unit,
+        element_bytes=config.params_dtype.itemsize,
+        gradient_bytes=accumulation_dtype(config.params_dtype).itemsize,
+    )
+    if least is None:
+        raise UserError(
+            "--longseq-metp-min-tokens auto: with these heads and ranks METP sends more than "
+            "tensor parallelism at any length (its gain is memory); use 0, or a number of tokens"
+        )
+    return least
 
 
 def parse_min_tokens(text: str) -> int | None:

@@ -31,6 +31,7 @@ class MetpGroups:
         gradients: its ranks again, for weight gradients.
         kv: the ranks among which the tokens of a sequence are split, tensor parallel x context
             parallel, in zigzag order, for keys and values.
+        kv_gradients: the ranks of ``kv`` again, for dK and dV beside the next K and V.
         context: Megatron's context-parallel group; None for one rank.
     """
 
@@ -38,6 +39,7 @@ class MetpGroups:
     weights: dist.ProcessGroup
     gradients: dist.ProcessGroup
     kv: dist.ProcessGroup
+    kv_gradients: dist.ProcessGroup
     context: dist.ProcessGroup | None = None
 
 
@@ -84,6 +86,7 @@ class MetpRuntime:
             groups.weights,
             groups.kv,
             groups.gradients,
+            kv_gradient_group=groups.kv_gradients,
             buffers=self.buffers,
             timeout_seconds=timeout_seconds,
         )
@@ -92,6 +95,7 @@ class MetpRuntime:
         self.vocabulary_ring = self.chain.ring
         self.chosen: Counter[tuple[Path, int]] = Counter()
         self._rotary: tuple[Tensor, Tensor] | None = None
+        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "MetpRuntime":
         # Megatron copies specs; groups and buffers are one for all copies.
@@ -103,9 +107,22 @@ class MetpRuntime:
 
     def order(self, total: int, device: torch.device) -> Tensor:
         """Which token stands in each row when the ranks' parts are side by side: ``[total]``."""
-        ranks = range(self.place.size)
-        parts = [zigzag_tokens(rank, self.place.size, total) for rank in ranks]
-        return torch.cat(parts).to(device)
+        return self._order(total, device)[0]
+
+    def natural(self, total: int, device: torch.device) -> Tensor:
+        """Which row of :meth:`order` holds each token, in natural order: ``[total]``."""
+        return self._order(total, device)[1]
+
+    def _order(self, total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        known = self._orders.get((total, device))
+        if known is None:
+            ranks = range(self.place.size)
+            parts = [zigzag_tokens(rank, self.place.size, total) for rank in ranks]
+            order = torch.cat(parts).to(device)
+            # Of the last length only: others are made again when they come.
+            self._orders = {(total, device): (order, order.argsort())}
+            known = self._orders[total, device]
+        return known
 
     def rotary_rows(self, embedding: Tensor) -> Tensor:
         """The rows of a position embedding ``[s, 1, 1, d]`` that belong to this rank's tokens.

@@ -92,7 +92,7 @@ class METPSelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's, with the tokens in natural order: it is asked as tensor parallelism only."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        natural = self.runtime.order(query.shape[0], query.device).argsort()
+        natural = self.runtime.natural(query.shape[0], query.device)
         return query[natural], key[natural], value[natural]
 
     def _to_heads(self, rotary_pos_emb: Any) -> Any:

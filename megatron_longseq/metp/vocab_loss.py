@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..communication.collectives import CollectiveFlight
 from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import Stream
-from .products import add_product, returned_gradient
+from .products import add_product, returned_gradient, without_autocast
 
 # Logits of a tile, in columns for each of a rank's tokens. As wide as a usual hidden state is the
 # fp32 sum of x's gradient, which is alive anyway; wider tiles gain no speed.
@@ -69,6 +69,7 @@ def ring_cross_entropy(
 
 class _RingCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -106,6 +107,7 @@ class _RingCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, own, positions, lse = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])

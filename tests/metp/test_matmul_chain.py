@@ -15,6 +15,7 @@ from metp_reference import (
     geglu,
     gelu,
     hold_up_messages,
+    leaves,
     log_exchanges,
     normal,
     squared_relu,
@@ -347,6 +348,10 @@ def bad_inputs():
             b=odd_one(normal(4, 7), b), c=odd_one(normal(3, 5), normal(3, 5)), f=chunked
         ),
         "f returns no tensor": call(f=lambda z: None),
+        "f has parameters": call(f=torch.nn.PReLU(dtype=a.dtype)),
+        "f draws random numbers": call(f=torch.nn.Dropout(0.5)),
+        "f changes its input": call(f=torch.nn.ReLU(inplace=True)),
+        "a needs a gradient on one rank": call(a=odd_one(torch.nn.Parameter(a), a)),
         "tiles": call(tiles=0),
         "tiles, one rank": call(tiles=odd_one(0, 1)),
         "trained on one rank": call(b=odd_one(torch.nn.Parameter(b), b)),
@@ -376,8 +381,31 @@ def test_bad_inputs_raise_the_same_clear_error_on_every_rank(ranks):
         "f fails": "f cannot be applied to [1, 6]",
         "f fails, one rank": "f cannot be applied to [1, 6]",
         "f returns no tensor": "f must return a tensor",
+        "f has parameters": "f has parameters that need gradients",
+        "f draws random numbers": "f gives two results for one input",
+        "f changes its input": "f cannot be applied to [1, 6]: RuntimeError",
+        "a needs a gradient on one rank": "some of a, b, c and bias needs a gradient",
         "tiles": "tiles 0: must be at least 1",
         "tiles, one rank": "tiles 0: must be at least 1",
         "trained on one rank": "need gradients",
     }.items():
         assert words in errors[case], (case, errors[case])
+
+
+def under_autocast():
+    """Largest differences of the output and the gradients with autocast switched on in forward."""
+    a, b, c = normal(3, 4).float(), normal(4, 6, seed=1).float(), normal(6, 5, seed=2).float()
+    results = []
+    for enabled in (False, True):
+        tensors = leaves(a, b, c)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = megatron_longseq.ring_matmul_chain(
+                *tensors, group=dist.group.WORLD, f=gelu, timeout_seconds=20
+            )
+        out.sum().backward()
+        results.append([out.detach(), *(t.grad for t in tensors)])
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_autocast_changes_nothing_forward_or_backward(ranks):
+    assert all(ranks.run(under_autocast, world_size=2, backend="gloo"))

@@ -315,16 +315,69 @@ def test_metp_needs_sequence_parallelism(answers):
 
 def crossovers():
     from megatron_longseq.metp.requirements import crossover_tokens, parse_min_tokens
+    from megatron_longseq.metp.traffic import head_group_traffic, matmul_chain_traffic
 
-    llama = crossover_tokens(hidden=4096, kv_width=1024, ffn=14336, gated=True)
-    plain = crossover_tokens(hidden=512, kv_width=512, ffn=2048, gated=False)
-    return llama, plain, parse_min_tokens("auto"), parse_min_tokens("77")
+    sizes = {"element_bytes": 2, "gradient_bytes": 4}
+    found = {}
+    for ranks in (2, 4, 8):
+        for name, (hidden, heads, groups, ffn, gated) in {
+            "llama": (4096, 32, 8, 14336, True),
+            "plain": (512, 8, 8, 2048, False),
+            "wide keys": (512, 32, 32, 2048, False),
+        }.items():
+            least = crossover_tokens(
+                ranks=ranks,
+                hidden=hidden,
+                query_heads=heads,
+                kv_heads=groups,
+                head_width=64 if name != "llama" else 128,
+                ffn=ffn,
+                gated=gated,
+                **sizes,
+            )
+
+            def sent(
+                tokens, ranks=ranks, hidden=hidden, heads=heads, groups=groups, ffn=ffn, gated=gated
+            ):
+                """Bytes of METP, and of sequence parallelism's gathers and scatters."""
+                width = 128 if hidden == 4096 else 64
+                metp = sum(
+                    matmul_chain_traffic(
+                        ranks=ranks, hidden=hidden, ffn=ffn, gated=gated, backward=b, **sizes
+                    ).bytes
+                    + head_group_traffic(
+                        ranks=ranks,
+                        tokens=tokens // ranks,
+                        batch=1,
+                        hidden=hidden,
+                        query_heads=heads,
+                        key_heads=groups,
+                        width=width,
+                        backward=b,
+                        **sizes,
+                    ).bytes
+                    for b in (False, True)
+                )
+                return metp, 10 * tokens * hidden * 2 * (ranks - 1) // ranks
+
+            far = 1 << 30
+            found[ranks, name] = (
+                least,
+                None if least is None else (sent(least), sent(least - ranks)),
+                sent(far),
+            )
+    return found, parse_min_tokens("auto"), parse_min_tokens("77")
 
 
 def test_the_crossover_is_where_both_send_as_much(megatron_ranks):
-    llama, plain, auto, number = megatron_ranks.run(crossovers, world_size=1)[0]
-    # 3 W < bs (10 h - 6 k): METP's weights against sequence parallelism's activations, per layer.
-    weights = 3 * 4096 * 14336 + 2 * 4096 * 4096 + 2 * 4096 * 1024
-    assert llama * (10 * 4096 - 6 * 1024) >= 3 * weights > (llama - 1) * (10 * 4096 - 6 * 1024)
-    assert plain == 9 * 512
+    found, auto, number = megatron_ranks.run(crossovers, world_size=1)[0]
+    for (ranks, name), (least, around, (metp, stock)) in found.items():
+        if least is None:
+            assert metp >= stock, (ranks, name, "it would send less at long sequences")
+            continue
+        (metp, stock), (metp_before, stock_before) = around
+        assert metp <= stock and metp_before > stock_before, (ranks, name, least)
+    never = {case for case, (least, *_) in found.items() if least is None}
+    # With two ranks and as many key heads as query heads, dK and dV alone outweigh the gathers.
+    assert (2, "plain") in never and (8, "plain") not in never and (8, "wide keys") in never
     assert auto is None and number == 77
