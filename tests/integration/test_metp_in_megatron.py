@@ -214,7 +214,7 @@ def validation(folder, rank):
     [
         ("", 1e-6),
         ("--bf16", 5e-3),
-        # So large a scale overflows at first: steps are skipped, the same on all ranks.
+        # A scale at which no step overflows, so that all steps count.
         ("--fp16 --initial-loss-scale 1024 --loss-scale-window 2", 5e-3),
         ("--bf16 --accumulate-allreduce-grads-in-fp32 --longseq-metp-min-tokens 100", 5e-3),
     ],
