@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from . import compat
 from .config import flag_of
 from .errors import NodeError
+from .lasp.requirements import MODEL_OPTIONS, SIZES
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -41,6 +42,10 @@ SHAPING = (
     "moe_ffn_hidden_size",
     "mtp_num_layers",
     "padded_vocab_size",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    *MODEL_OPTIONS,
+    *SIZES,
 )
 
 

@@ -399,6 +399,39 @@ def checkpoint_keys_of_local_layers_are_those_of_transformer_engine():
     }
 
 
+def a_layer_builds_and_calls_its_self_attention_with_these_arguments():
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    built = inspect.getsource(TransformerLayer.__init__)
+    called = inspect.getsource(TransformerLayer)
+    given = ("pg_collection", "cp_comm_type", "pp_layer_offset")
+    return all(f'attention_optional_kwargs["{name}"]' in built for name in given) and (
+        "rotary_pos_emb=rotary_pos_emb,\n" in called
+        and "packed_seq_params=packed_seq_params,\n" in called
+    )
+
+
+def a_pattern_of_linear_layers_gives_every_layer_its_own_checkpoint_keys():
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    source = inspect.getsource(TransformerBlock.sharded_state_dict)
+    return "isinstance(self.config.linear_attention_freq, list)" in source
+
+
+def a_matrix_of_several_sections_is_described_section_by_section():
+    from megatron.core.ssm.utils import _split_tensor_factory
+
+    expected = ["orig_sh_ten", "split_sections", "split_names", "split_dim"]
+    return parameters(_split_tensor_factory) == expected
+
+
+def the_gated_delta_net_has_these_sections():
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    sections = '["query", "key", "value", "z", "beta", "alpha"]'
+    return sections in inspect.getsource(GatedDeltaNet)
+
+
 def defect_recomputing_norms_compiles_an_extension():
     from megatron.core.tensor_parallel import random
 
@@ -458,6 +491,10 @@ CLAIMS = [
     defect_a_new_optimizer_has_no_steps_to_agree_on,
     defect_optimizer_state_is_copied_with_gradients_on_and_needs_a_step,
     defect_all_parameters_share_one_step,
+    a_layer_builds_and_calls_its_self_attention_with_these_arguments,
+    a_pattern_of_linear_layers_gives_every_layer_its_own_checkpoint_keys,
+    a_matrix_of_several_sections_is_described_section_by_section,
+    the_gated_delta_net_has_these_sections,
     defect_recomputing_norms_compiles_an_extension,
     defect_no_fp8_is_taken_for_a_wish_for_fp8,
 ]

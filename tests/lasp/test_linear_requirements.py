@@ -1,0 +1,219 @@
+"""What linear attention cannot work with ends a run before its first step, by name.
+
+All command lines are checked in one process, and all configs built by hand.
+"""
+
+import os
+
+import pytest
+
+from megatron_longseq.errors import UserError
+
+GOOD = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 "
+    "--lr 0.001 --mock-data --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--position-embedding-type none --transformer-impl local"
+)
+LINEAR = "--longseq-linear-attention"
+ROPE = "--position-embedding-type rope"
+CP = "--context-parallel-size"
+HYBRID = f"{LINEAR} gdn --linear-attention-freq 4"
+
+# flags beside GOOD, ranks: taken as they are
+ACCEPTED = {
+    "all linear": (f"{LINEAR} gdn", 1),
+    "all linear, split": (f"{LINEAR} gdn {CP} 2 --longseq-scan ring", 2),
+    "as many context ranks as no head count allows": (f"{LINEAR} gla {CP} 8", 8),
+    "contiguous": (f"{LINEAR} kda {CP} 4 --longseq-linear-layout contiguous", 4),
+    "rotated": (f"{LINEAR} retention {ROPE}", 1),
+    "hybrid, one rank": (f"{HYBRID} {ROPE}", 1),
+    "hybrid, split": (f"{HYBRID} {ROPE} {CP} 2 --longseq-context-parallel 2d", 2),
+    "a pattern": (f"{LINEAR} linear --linear-attention-freq [1,0,1,0]", 1),
+    "sizes": (f"{LINEAR} gdn --linear-num-key-heads 2 --linear-num-value-heads 6", 1),
+}
+
+# flags beside GOOD, ranks, what the message must say
+REFUSED = {
+    "an unknown model": (f"{LINEAR} mamba", 1, ["--longseq-linear-attention", "mamba"]),
+    "a map without a model": (
+        "--longseq-feature-map elu",
+        1,
+        ["--longseq-feature-map elu", "no effect without --longseq-linear-attention"],
+    ),
+    "a schedule without a model": ("--longseq-scan ring", 1, ["--longseq-scan ring"]),
+    "a map that the model has fixed": (
+        f"{LINEAR} gdn --longseq-feature-map elu",
+        1,
+        ["--longseq-feature-map elu", "gdn", "linear"],
+    ),
+    "a denominator of signed weights": (
+        f"{LINEAR} gla --longseq-output-norm denominator",
+        1,
+        ["--longseq-output-norm denominator", "identity"],
+    ),
+    "a window without a convolution": (
+        f"{LINEAR} gla --linear-conv-kernel-dim 3",
+        1,
+        ["--linear-conv-kernel-dim 3", "gla has no convolution"],
+    ),
+    "a schedule for one rank": (
+        f"{LINEAR} gla --longseq-scan ring",
+        1,
+        ["--longseq-scan ring", "--context-parallel-size"],
+    ),
+    "softmax layers that cannot split": (
+        f"{HYBRID} {CP} 2",
+        2,
+        ["--context-parallel-size 2", "softmax", "--longseq-context-parallel 2d"],
+    ),
+    "2D attention without a layer of it": (
+        f"{LINEAR} gdn {CP} 2 --longseq-context-parallel 2d",
+        2,
+        ["--longseq-context-parallel 2d", "all layers are linear"],
+    ),
+    "contiguous beside softmax": (
+        f"{HYBRID} {CP} 2 --longseq-context-parallel 2d --longseq-linear-layout contiguous",
+        2,
+        ["--longseq-linear-layout contiguous", "--linear-attention-freq 4", "zigzag"],
+    ),
+    "contiguous with RoPE": (
+        f"{LINEAR} retention {ROPE} {CP} 2 --longseq-linear-layout contiguous",
+        2,
+        ["--longseq-linear-layout contiguous", "--position-embedding-type rope"],
+    ),
+    "RoPE that no layer reads": (f"{LINEAR} gdn {ROPE}", 1, ["--position-embedding-type rope"]),
+    "retention without RoPE": (
+        f"{LINEAR} retention",
+        1,
+        ["--position-embedding-type none", "use rope"],
+    ),
+    "keys too narrow for RoPE": (
+        f"{LINEAR} retention {ROPE} --linear-key-head-dim 8",
+        1,
+        ["--linear-key-head-dim 8", "16"],
+    ),
+    "heads over tensor-parallel ranks": (
+        f"{LINEAR} gdn --linear-num-key-heads 2 --linear-num-value-heads 4 "
+        "--tensor-model-parallel-size 4",
+        4,
+        ["--tensor-model-parallel-size 4", "2 key heads", "[1, 2]"],
+    ),
+    "value heads of no key head": (
+        f"{LINEAR} gdn --linear-num-key-heads 4 --linear-num-value-heads 6",
+        1,
+        ["--linear-num-value-heads 6", "[4, 8]"],
+    ),
+    "no value heads": (f"{LINEAR} gdn --linear-num-value-heads 0", 1, ["at least 1"]),
+    "no linear layer": (f"{LINEAR} gdn --linear-attention-freq 1", 1, ["leaves no layer"]),
+    "a pattern of another length": (
+        f"{LINEAR} gdn --linear-attention-freq [1,0]",
+        1,
+        ["--linear-attention-freq [1, 0]", "--num-layers is 4"],
+    ),
+    "segments shorter than a window": (
+        f"{LINEAR} gdn {CP} 16",
+        16,
+        ["--seq-length 64", "gdn", "32 segments", "at least 96"],
+    ),
+    "METP": (
+        f"{LINEAR} gdn --longseq-tensor-parallel metp --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+        2,
+        ["--longseq-tensor-parallel metp", "refused", "use megatron"],
+    ),
+    "further tokens": (f"{LINEAR} gdn --mtp-num-layers 1", 1, ["--mtp-num-layers 1", "refused"]),
+    "another variant": (
+        f"{LINEAR} gdn --experimental-attention-variant gated_delta_net",
+        1,
+        ["--experimental-attention-variant gated_delta_net"],
+    ),
+    "a window of softmax attention": (f"{LINEAR} gdn --window-size 4,0", 1, ["--window-size"]),
+    "groups of softmax attention": (
+        f"{LINEAR} gdn --group-query-attention --num-query-groups 2",
+        1,
+        ["--group-query-attention", "--linear-num-key-heads"],
+    ),
+    "norms of softmax attention": (f"{LINEAR} gdn --qk-layernorm", 1, ["--qk-layernorm"]),
+}
+
+
+def answer(call):
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def command_lines():
+    import argparse
+
+    from megatron_longseq import arguments, compat
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    compat.add_megatron_arguments(parser)
+    arguments.add_arguments(parser)
+
+    def parse(flags, ranks):
+        os.environ["WORLD_SIZE"] = str(ranks)
+        words = f"{GOOD} {flags}".split()
+        return answer(lambda: arguments.check_command_line(parser, words))
+
+    accepted = {case: parse(*entry) for case, entry in ACCEPTED.items()}
+    refused = {case: parse(flags, ranks) for case, (flags, ranks, _) in REFUSED.items()}
+    return accepted, refused
+
+
+def configs():
+    """Sizes of configs with and without linear layers, and the answers to wrong ones."""
+    from megatron_longseq.config import LongSeqTransformerConfig
+    from megatron_longseq.lasp.requirements import check_own_batches, heads_of
+
+    def build(**more):
+        given = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+        return LongSeqTransformerConfig(**given, transformer_impl="local", **more)
+
+    gdn = {"longseq_linear_attention": "gdn"}
+    plain, linear = build(), build(**gdn)
+    sizes = plain.linear_num_key_heads, plain.linear_key_head_dim
+    split = build(**gdn, context_parallel_size=2, longseq_linear_layout="contiguous")
+    return (
+        sizes,
+        heads_of(linear),
+        answer(lambda: build(**gdn, linear_num_key_heads=3, linear_num_value_heads=4)),
+        answer(lambda: build(**gdn, longseq_output_norm="denominator")),
+        answer(lambda: check_own_batches(split, "the trainer")),
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(megatron_ranks):
+    return *megatron_ranks.run(command_lines, world_size=1)[0], megatron_ranks.run(
+        configs, world_size=1
+    )[0]
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_works_is_taken(case, answers):
+    assert answers[0][case] == "accepted"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_by_name(case, answers):
+    for part in REFUSED[case][2]:
+        assert part in answers[1][case]
+
+
+def test_sizes_are_those_of_softmax_attention_unless_given(answers):
+    sizes, heads, *_ = answers[2]
+    # Without our layers Megatron's own defaults hold, for its own.
+    assert sizes == (16, 128)
+    assert (heads.key, heads.value, heads.key_width, heads.value_width) == (4, 4, 16, 16)
+
+
+def test_a_config_built_by_hand_is_refused_by_name(answers):
+    _, _, heads, norm, batches = answers[2]
+    assert "--linear-num-value-heads 4" in heads and "nearest: [3, 6]" in heads
+    assert "--longseq-output-norm denominator" in norm
+    assert "the trainer cuts batches in Megatron's zigzag" in batches
