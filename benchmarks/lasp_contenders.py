@@ -80,10 +80,16 @@ class Pass:
         return between - started, ended - between, time.process_time() - processors
 
 
-def in_turn(passes: dict[str, Pass], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Samples of every pass, one after the other in each round; a first round is not counted."""
+def in_turn(
+    passes: dict[str, Pass], rounds: int, *, warm: bool = False
+) -> dict[str, list[dict[str, float]]]:
+    """Samples of every pass, one after the other in each round.
+
+    Args:
+        warm: all have run once; otherwise there is a first round that is not counted.
+    """
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in passes}
-    for index in range(rounds + 1):
+    for index in range(int(warm), rounds + 1):
         for name, one in passes.items():
             taken = sample(one)  # type: ignore[arg-type]
             if index:

@@ -120,7 +120,7 @@ def scaling(lengths: list[int], rounds: int) -> Row:
         before = transport.traffic.snapshot()
         passes[str(length)].run()
         sent[length] = (transport.traffic - before).total().bytes_sent
-    return {"samples": in_turn(passes, rounds), "bytes": sent}
+    return {"samples": in_turn(passes, rounds, warm=True), "bytes": sent}
 
 
 def traffic(tokens_per_rank: int) -> list[Row]:
