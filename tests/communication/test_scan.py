@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from chains import (
 from megatron_longseq.communication import BufferPool
 from megatron_longseq.communication.scan import SCAN, Scan
 from megatron_longseq.communication.scan import scan as scan_module
+from megatron_longseq.communication.scan.side_stream import SideStream
 from megatron_longseq.communication.transport import Channel
 from megatron_longseq.lasp.recurrence import Affine
 from megatron_longseq.measurement import MeasuredTransport
@@ -31,10 +33,27 @@ from megatron_longseq.measurement import MeasuredTransport
 EXACT = 1e-12
 
 
+class WatchedStream(SideStream):
+    """Knows whether its body is being run."""
+
+    inside = False
+
+    @contextmanager
+    def after(self, moment, tensors):
+        WatchedStream.inside = True
+        try:
+            with super().after(moment, tensors):
+                yield
+        finally:
+            WatchedStream.inside = False
+
+
 class PoisonedPool(BufferPool):
     """Hands out memory full of NaN, so that a read before a write shows."""
 
     def lease(self, shape, dtype, device, *, pinned=False):
+        # On a GPU it belongs to the stream on which it is allocated.
+        assert WatchedStream.inside or scan_module.SideStream is SideStream
         buffer = super().lease(shape, dtype, device, pinned=pinned)
         buffer.tensor.fill_(torch.nan)
         return buffer
@@ -57,7 +76,8 @@ def parity(all_options, kinds=tuple(KINDS), by_steps=False):
     scan_module.BufferPool = PoisonedPool
     if by_steps:  # as over NCCL: issued whole at the start, receives together with sends
         scan_module.holds_host = lambda *_: False
-    size, errors = dist.get_world_size(), {}
+        scan_module.SideStream = WatchedStream
+    size, errors, kept = dist.get_world_size(), {}, []
     for layout, options in itertools.product(LAYOUTS, all_options):
         scan = Scan(dist.group.WORLD, layout=layout, timeout_seconds=20, **options)
         for kind, reverse in itertools.product(kinds, (False, True)):
@@ -73,6 +93,10 @@ def parity(all_options, kinds=tuple(KINDS), by_steps=False):
                 if result.total is not None:
                     error = max(error, largest_error([result.total], [end]))
                 errors[layout, *options.values(), kind, reverse, total] = error
+                # Later scans must leave the memory of earlier results alone.
+                kept = [*kept[-2:], (result.states, own(chain, expected))]
+                error = max(largest_error(*earlier) for earlier in kept)
+                errors["still", *options.values(), kind, reverse, total] = error
         assert wait_until(lambda scan=scan: scan.buffers.leased_bytes == 0)
     return errors
 
@@ -255,6 +279,63 @@ def scan_and_wait_in_any_order(carried_by):
 @pytest.mark.parametrize("carried_by", ["thread", "caller"])
 def test_several_scans_are_under_way_at_a_time(ranks, carried_by):
     assert all(ranks.run(several_in_flight, world_size=3, args=(carried_by,), backend="gloo"))
+
+
+def overwritten():
+    """Error of a scan whose pairs are overwritten as soon as wait() has returned."""
+    scan = Scan(dist.group.WORLD, layout="contiguous", schedule="ring", check_agreement=False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = torch.full((1, 1, 1024, 2048), rank + 1.0)  # more than a socket takes at once
+    dist.barrier()
+    time.sleep(0.3 * rank)  # nobody is there to receive
+    (entering,) = scan.start([Affine(torch.ones(1, 1), state)]).wait().states
+    state.fill_(torch.nan)
+    dist.barrier()
+    assert size > 1
+    return (entering - rank * (rank + 1) / 2).abs().max().item()
+
+
+def test_pairs_may_be_overwritten_once_the_result_is_there(ranks):
+    assert ranks.run(overwritten, world_size=2, backend="gloo") == [0.0, 0.0]
+
+
+def side_by_side():
+    """Errors of scans of several objects on one group, under way together or left alone."""
+    # What is sent at once arrives together: then only the order of sending keeps scans apart.
+    transport = MeasuredTransport(latency_seconds=lambda a, b: 0.01 * ((a + 2 * b) % 3))
+    group = dist.new_group(list(range(dist.get_world_size())), backend=transport.register())
+    options = dict(layout="contiguous", schedule="ring", timeout_seconds=20, check_agreement=False)
+    first, second = (Scan(group, **options) for _ in range(2))
+    errors = []
+    for seed in range(5):
+        started = []
+        # One that nobody waits for, and whose object is gone, as after an error of the caller's.
+        Scan(group, **options).start(own(*random_chain("matrix", "contiguous", 4, seed)[::-1]))
+        for index, scan in enumerate((first, second, first)):
+            pairs, chain = random_chain("matrix", "contiguous", 4, seed=10 + 3 * seed + index)
+            started.append(
+                (scan.start(own(chain, pairs)), own(chain, serial_states(pairs, None)[0]))
+            )
+        errors += [largest_error(handle.wait().states, wanted) for handle, wanted in started]
+    return max(errors)
+
+
+def test_scans_of_several_objects_on_one_group_do_not_mix(ranks):
+    assert max(ranks.run(side_by_side, world_size=4, backend="gloo")) < EXACT
+
+
+def results_kept():
+    """Whether a result lives on after it is let go, while the thread waits for another scan."""
+    scan = Scan(dist.group.WORLD, schedule="ring", check_agreement=False)
+    pairs, chain = random_chain("scalar", "zigzag", dist.get_world_size())
+    result = scan.start(own(chain, pairs), total="everywhere").wait()
+    seen = [weakref.ref(tensor) for tensor in (*result.states, result.total)]
+    del result
+    return not wait_until(lambda: all(ref() is None for ref in seen), 2.0)
+
+
+def test_a_scan_keeps_no_result(ranks):
+    assert not any(ranks.run(results_kept, world_size=2, backend="gloo"))
 
 
 def freed(all_options):

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from typing import Protocol
 
+from ..groups import GroupPlace
 from .job import Job
 
 
@@ -66,34 +67,64 @@ class Worker:
 
     The thread starts with the first job and ends with this object. It is a daemon: a process that
     ends does not wait for a peer that will never send.
+
+    Messages of all scans of a group carry one tag and are told apart by their order alone. So a job
+    waits for those that other workers of the group have been given before it; one whose result
+    nobody waits for is among them, after an error in between or with its worker gone.
+
+    Args:
+        name: of the thread.
+        place: the group.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, place: GroupPlace) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._last: Job | None = None
-        self._thread: threading.Thread | None = None
+        self._place = place
+        self._thread: _JobThread | None = None
 
     @property
     def idle(self) -> bool:
-        # Jobs end in order, so the last one ends last.
-        return self._last is None or self._last.ended
+        return not self._under_way()
 
     def submit(self, job: Job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_complete, args=(self._jobs,), name=self._name, daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
-        self._last = job
-        self._jobs.put(job)
+        earlier = self._under_way()
+        thread = self._thread
+        if thread is None:
+            thread = self._thread = _JobThread(self._name, self._place)
+            weakref.finalize(self, thread.jobs.put, None)
+        thread.last_ended = job.ended
+        thread.jobs.put((job, earlier))
+        if not thread.is_alive():
+            thread.start()
 
     def finish(self, job: Job) -> None:
         pass
 
+    def _under_way(self) -> list[threading.Event]:
+        """The ends of jobs on this group that are still to come: the last one of each thread."""
+        threads = [thread for thread in threading.enumerate() if isinstance(thread, _JobThread)]
+        lasts = [thread.last_ended for thread in threads if thread.place == self._place]
+        return [ended for ended in lasts if not ended.is_set()]
 
-def _complete(jobs: "queue.SimpleQueue[Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        job.complete()
-        del job  # with the result, while the thread waits for the next
+
+class _JobThread(threading.Thread):
+    """Completes jobs in order, each after the ends of others; ``None`` ends it.
+
+    It knows of its last job no more than the end: a job holds states.
+    """
+
+    def __init__(self, name: str, place: GroupPlace) -> None:
+        super().__init__(name=name, daemon=True)
+        self.place = place
+        self.jobs: queue.SimpleQueue[tuple[Job, list[threading.Event]] | None]
+        self.jobs = queue.SimpleQueue()
+        self.last_ended = threading.Event()
+
+    def run(self) -> None:
+        while (entry := self.jobs.get()) is not None:
+            job, earlier = entry
+            for ended in earlier:
+                ended.wait()
+            job.complete()
+            # With the result, while the thread waits for the next.
+            del entry, job, earlier

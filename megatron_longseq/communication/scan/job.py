@@ -43,6 +43,9 @@ class ScanResult:
 class Job:
     """Executes a schedule.
 
+    Attributes:
+        ended: set once nothing is under way any more, sends included.
+
     Args:
         schedule: whose receives have been announced.
         mailbox: carries its messages.
@@ -86,6 +89,7 @@ class Job:
         self._error: BaseException | None = None
         self._result: ScanResult | None = None
         self._done = threading.Event()
+        self.ended = threading.Event()
 
     def begin(self) -> None:
         """Posts what does not have to wait for anything. Does not raise: see :meth:`result`."""
@@ -119,11 +123,6 @@ class Job:
             self._end(None)
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing is under way any more, sends included."""
-        return self._steps is None
-
-    @property
     def done(self) -> bool:
         """Whether the result, or an error, is there."""
         return self._done.is_set()
@@ -154,6 +153,7 @@ class Job:
         self._given.clear()
         self._mailbox.close()
         self._steps = None
+        self.ended.set()
 
     def _whole(
         self,

@@ -97,7 +97,9 @@ class Scan:
     """Exclusive scans along the chain of segments of a group. Make one and share it.
 
     All ranks of the group start the same scans in the same order. Several may be under way; they
-    are carried out one after another.
+    are carried out one after another, and so are those of several objects on one group: give each a
+    group of its own if they are to run side by side. (Scans of several objects on one group that
+    the caller carries must not be under way at once: nothing keeps their messages apart.)
 
     Args:
         group: the ranks that share a sequence, in its order; ``None`` for a single process.
@@ -155,7 +157,9 @@ class Scan:
         self._agreement = GridAgreement(GroupPlace.of(None), self.place, timeout_seconds)
         self._check_agreement = check_agreement
         self._side = SideStream()
-        self._carrier: Carrier = Worker(SCAN.name) if carried_by == "thread" else OnCaller()
+        self._carrier: Carrier = OnCaller()
+        if carried_by == "thread":
+            self._carrier = Worker(SCAN.name, self.place)
         self._late_errors: list[BaseException] = []
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Scan":
@@ -302,19 +306,22 @@ class Scan:
     ) -> ScanHandle:
         like = pairs[0]
         holds = course.size > 1 and holds_host(like.state, self.place)
-        mailbox = Mailbox(self._channel, self.buffers, like.state, receive_early=holds)
         broadcast: Broadcast | None = None
         last = course.chain.holder(course.chain.length - 1)[0]
-        try:
-            schedule = self._schedule(name, mailbox, course, like, shape, total)
-            steps = schedule.steps
-            if total == "everywhere" and course.size > 1 and name != "all_gather":
-                broadcast = Broadcast(mailbox, course, last, like.state, steps)
-                steps += broadcast.steps
-            mailbox.open(steps)
-        except BaseException:
-            mailbox.close()
-            raise
+        # What is received into belongs to the stream that receives: the allocator must not give it
+        # away by the order of the caller's.
+        with self._side.after(self._side.now(like.state.device), [like.state]):
+            mailbox = Mailbox(self._channel, self.buffers, like.state, receive_early=holds)
+            try:
+                schedule = self._schedule(name, mailbox, course, like, shape, total)
+                steps = schedule.steps
+                if total == "everywhere" and course.size > 1 and name != "all_gather":
+                    broadcast = Broadcast(mailbox, course, last, like.state, steps)
+                    steps += broadcast.steps
+                mailbox.open(steps)
+            except BaseException:
+                mailbox.close()
+                raise
         job = Job(
             schedule,
             mailbox,

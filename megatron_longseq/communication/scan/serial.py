@@ -114,7 +114,8 @@ class SerialScan:
 
     def _front(self, block: int) -> Tensor:
         arriving, own = self._flows[0].arriving, self._own[0][block]
-        return own.apply(arriving[block]) if arriving else own.state
+        # The caller may overwrite its own once it has its result, and that is before this has left.
+        return own.apply(arriving[block]) if arriving else own.state.clone()
 
     # The back segments of a zigzag, from the last place to the first
 

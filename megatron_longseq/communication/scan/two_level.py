@@ -88,7 +88,8 @@ class TwoLevelScan:
         self.states = []
         for index, order in enumerate(orders):
             before = order[: order.index(self._course.place)]
-            state = entering[index]
+            # Where it has come, or is sent from, is not the caller's to keep.
+            state = entering[index].clone()
             if before:
                 state = _composed([node[place][index] for place in before]).apply(state)
             self.states.append(state)
