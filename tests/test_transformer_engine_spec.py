@@ -36,7 +36,7 @@ def edited_spec_with_stubbed_transformer_engine(method):
             longseq_context_parallel="2d" if method == "2d" else "megatron",
             longseq_tensor_parallel="metp" if method == "metp" else "megatron",
             context_parallel_size=1,
-            longseq_linear_attention="none",
+            longseq_linear_attention="gdn" if method == "linear" else "none",
             longseq_attention_kernel="auto",
             longseq_comm_timeout_seconds=10.0,
         )
@@ -46,6 +46,11 @@ def edited_spec_with_stubbed_transformer_engine(method):
         vars(model_config)["_longseq_metp"] = SimpleNamespace()
         layer_specs.compat.norm_of_transformer_engine = lambda: type("TE_norm", (), {})
     before = names(spec)
+    if method == "linear":
+        vars(model_config)["_longseq_linear_attention"] = SimpleNamespace()
+        layer_specs.compat.norm_of_transformer_engine = lambda: type("TE_norm", (), {})
+        layer_specs.compat.column_linear_of_transformer_engine = lambda: type("TE_column", (), {})
+        layer_specs.replace_self_attention([spec], model_config)
     after = names(layer_specs.edit_layer_spec(spec, model_config))
     keys = spec.submodules.sharded_state_dict_keys_map
     return before, after, TwoDCoreAttentionBuilder.__name__, keys
@@ -97,6 +102,22 @@ def test_metp_takes_the_norms_of_transformer_engine_and_linear_layers_of_its_own
         ".submodules.mlp": "METPMLPBuilder",
     }
     assert {path: after.get(path) for path in expected} == expected
+
+
+def test_linear_attention_reads_a_norm_of_its_own_with_the_keys_of_the_fused_one(megatron_ranks):
+    before, after, _, keys = megatron_ranks.run(
+        edited_spec_with_stubbed_transformer_engine, world_size=1, args=("linear",)
+    )[0]
+    attention = ".submodules.self_attention"
+    expected = {
+        ".submodules.input_layernorm": "TE_norm",
+        f"{attention}.module": "LinearAttention",
+        f"{attention}.submodules.in_proj": "TE_column",
+        f"{attention}.submodules.out_proj": before[f"{attention}.submodules.linear_proj"],
+    }
+    assert {path: after.get(path) for path in expected} == expected
+    # Those of Megatron's GatedDeltaNet, whose norm is fused with its in_proj.
+    assert keys["input_layernorm."] == "self_attention.in_proj.layer_norm_"
 
 
 def norm_with_a_stub_of_transformer_engine():
