@@ -1,6 +1,7 @@
 """Where this process stands in a process group."""
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch.distributed as dist
 
@@ -38,6 +39,17 @@ class GroupPlace:
                 "pass each rank the group that contains it"
             )
         return cls(group, tuple(dist.get_process_group_ranks(group)), position)
+
+    def ranks_per_node(self, local_world_size: int) -> int | None:
+        """How many of these ranks share a node, if as many do on each, and consecutive ones.
+
+        Args:
+            local_world_size: ranks of the whole job per node, with consecutive global ranks.
+        """
+        nodes = [rank // local_world_size for rank in self.ranks]
+        members = [len(list(run)) for _, run in groupby(nodes)]
+        even = len(set(members)) == 1 and len(members) == len(set(nodes))
+        return members[0] if even else None
 
     @property
     def size(self) -> int:

@@ -117,22 +117,23 @@ def kernels() -> dict[str, ChunkKernel]:
     return {kernel.name: kernel for kernel in known}
 
 
-def choose_kernel(name: str, segments: Segments) -> ChunkKernel:
-    """The kernel called ``name``; for ``"auto"`` the first usable one.
+def choose_kernel(backend: str | ChunkKernel, segments: Segments) -> ChunkKernel:
+    """The kernel of this name, or itself; for ``"auto"`` the first usable one.
 
     Raises:
         UserError: there is no such kernel, or it cannot work on such segments here.
     """
     known = kernels()
-    if name == "auto":
+    if backend == "auto":
         return next(k for k in known.values() if k.unusable(segments) is None)
-    if name not in known:
-        raise UserError(f"backend {name!r}: unknown; there are auto, {', '.join(known)}")
-    reason = known[name].unusable(segments)
+    if isinstance(backend, str) and backend not in known:
+        raise UserError(f"backend {backend!r}: unknown; there are auto, {', '.join(known)}")
+    kernel = known[backend] if isinstance(backend, str) else backend
+    reason = kernel.unusable(segments)
     if reason is not None:
         usable = [k.name for k in known.values() if k.unusable(segments) is None]
         raise UserError(
-            f"backend {name!r} cannot be used: {reason}; for these inputs there are: "
+            f"backend {kernel.name!r} cannot be used: {reason}; for these inputs there are: "
             f"auto, {', '.join(usable)}"
         )
-    return known[name]
+    return kernel

@@ -46,8 +46,8 @@ class Inputs:
         fields: dict[str, object] = {}
         gradients = False
         for name, tensor in self.tensors().items():
-            if tensor is None:
-                fields[name] = "none"
+            if not isinstance(tensor, Tensor):
+                fields[name] = "none" if tensor is None else f"a {type(tensor).__name__}"
                 continue
             wanted = torch.is_grad_enabled() and tensor.requires_grad
             gradients |= wanted
@@ -73,6 +73,11 @@ class Inputs:
         Raises:
             UserError: naming the argument, the value, the rule and the nearest values that work.
         """
+        for name, tensor in self.tensors().items():
+            optional = name not in ("query", "key", "value")
+            if not isinstance(tensor, Tensor) and not (optional and tensor is None):
+                what = "None" if tensor is None else f"a {type(tensor).__name__}"
+                raise UserError(f"{name} is {what}: it must be a tensor{' or None' * optional}")
         self._check_tensors(chain)
         _check_heads(self.query.shape[2], self.key.shape[2], self.value.shape[2])
         _check_gates(self.key, self.value, self.log_decay, self.beta, values)

@@ -9,12 +9,14 @@
 
 Each rank keeps its tokens and summarises them in a state of ``d x e`` per head; an exclusive scan
 of these summaries along the chain of segments gives every segment the state that enters it. What
-moves does not depend on the length of the sequence. Kept for backward: the inputs and those states.
+moves does not depend on the length of the sequence. Kept for backward: the inputs, those states,
+and, with documents, a boolean per token.
 
 Sources: LASP, arXiv 2404.02882; LASP-2, 2502.07563; ZeCO, 2507.01004. Derivations of the gradients
 are in ``docs/lasp-operator.md``.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -27,7 +29,7 @@ from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
 from ..communication.scan import Scan, ScheduleName
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS
-from ..errors import UserError
+from ..errors import UserError, divisors
 from ..token_layout import Layout, SegmentChain
 from .bidirectional import BidirectionalFunction
 from .chunk_kernels import ChunkKernel, choose_kernel
@@ -51,16 +53,22 @@ class LinearAttentionOperator:
         schedule: of the scan, see :mod:`megatron_longseq.communication.scan`.
         backend: kernel of this rank's part, see :mod:`.chunk_kernels`: a name, ``"auto"``, or a
             kernel.
-        scan: one made for this group and layout, with options of its own, to use instead of a new
-            one with ``schedule``.
+        node_size: for ``two_level``: ranks of the group per node, consecutive ones. If not given,
+            found by ``LOCAL_WORLD_SIZE``, torchrun's number of ranks per node.
+        scan: one made for this group and layout, with options of its own, in place of ``schedule``
+            and ``node_size``.
         timeout_seconds: limit of every wait. NCCL waits on the GPU, not on the host: there the
             limit given to the process group when it was made applies.
         check_agreement: compare shapes and options across the ranks at every call.
         check_values: look for decays outside (0, 1]; on a GPU this waits for their computation.
 
+    Over NCCL the first operation of a group wants all of its ranks: the comparison is one. Without
+    it, make another before the first call. On a GPU each comparison makes the host wait for what
+    has been issued before; in training, where all ranks have read the same flags, leave it out.
+
     Raises:
-        UserError: an unknown layout or schedule, a scan of another group or layout, or a time
-            limit that is not positive.
+        UserError: an unknown layout or schedule, nodes that the ranks do not fill, a scan of
+            another group or layout or besides a schedule, or a time limit that is not positive.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class LinearAttentionOperator:
         *,
         layout: Layout = "zigzag",
         schedule: ScheduleName | Literal["auto"] = "auto",
+        node_size: int | None = None,
         backend: str | ChunkKernel = "auto",
         scan: Scan | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -86,12 +95,20 @@ class LinearAttentionOperator:
                 f"operator has the ranks {list(self.place.ranks)} in {layout} layout; they must "
                 "be the same"
             )
+        if scan is not None and (schedule != "auto" or node_size is not None):
+            raise UserError(
+                f"schedule={schedule!r} and node_size={node_size} beside a scan, which has "
+                f"{scan.schedule!r} and {scan.node_size}: give the scan its own, or no scan"
+            )
+        if schedule == "two_level" and node_size is None and self.place.size > 1:
+            node_size = _node_size(self.place)
         # One rank has the whole sequence: one segment, whatever the layout.
         self.chain = chain if self.place.size > 1 else SegmentChain(1, "contiguous")
         self.scan = scan or Scan(
             group,
             layout=layout,
             schedule=schedule,
+            node_size=node_size,
             timeout_seconds=timeout_seconds,
             # The inputs are compared here, and what is scanned follows from them.
             check_agreement=False,
@@ -231,6 +248,7 @@ class LinearAttentionOperator:
             options = {
                 "layout": self.layout,
                 "schedule": self.scan.schedule,
+                "node_size": self.scan.node_size,
                 "cu_seqlens": describe_boundaries(boundaries),
                 "backend": kernel.name if kernel else backend,
                 "problem": problem or "none",
@@ -242,9 +260,6 @@ class LinearAttentionOperator:
         return kernel, boundaries
 
     def _choose(self, inputs: Inputs) -> ChunkKernel:
-        if not isinstance(self._backend, str):
-            return self._backend
-
         def cut(tensor: Tensor | None) -> Tensor | None:
             if tensor is None or tensor.dim() == 1:
                 return tensor
@@ -272,6 +287,7 @@ def linear_attention(
     normalize: bool = False,
     causal: bool = True,
     backend: str = "auto",
+    node_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention over a sequence split among the ranks of a group.
 
@@ -304,15 +320,20 @@ def linear_attention(
             feature maps > 0. States have one more column, that of the denominator: ``e + 1``.
         causal: a token sees itself and what comes before it; otherwise all of its document, decayed
             by the distance on either side. A state can enter or leave causal attention only.
-        backend: ``"torch"``, ``"triton"`` or ``"auto"``; see :mod:`.chunk_kernels`.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"``, which is ``"torch"`` on any device;
+            see :mod:`.chunk_kernels`.
+        node_size: of ``schedule="two_level"``: ranks of the group per node, consecutive ones; by
+            ``LOCAL_WORLD_SIZE`` if not given.
 
     Returns:
         The output ``[b, n, max(hq, hv), e]`` in the dtype of q, and the final state
         ``[b, h, d, e]`` in fp32 (fp64 for fp64), or ``None``. The final state is on every rank and
         differentiable on the one that has the last token: rank 0 on zigzag, the last one on
         contiguous. Gradients are exact, that of a learnable decay included; ``initial_state`` has
-        its gradient on the rank with the first token, zero elsewhere. They cannot be differentiated
-        again.
+        its gradient on the rank with the first token, zero elsewhere. So where the final state of
+        one piece of a sequence is the initial one of the next, gradients flow on between pieces on
+        the zigzag, where one rank has both; on contiguous parts they end there. They cannot be
+        differentiated again.
 
     Raises:
         UserError: the inputs do not fit, here or on another rank; on every rank alike.
@@ -336,11 +357,27 @@ def linear_attention(
     )
     problem: UserError | None = None
     try:
-        operator = LinearAttentionOperator(group, layout=layout, schedule=schedule, backend=backend)
+        operator = LinearAttentionOperator(
+            group, layout=layout, schedule=schedule, node_size=node_size, backend=backend
+        )
     except UserError as error:
         # The other ranks may know nothing of it: tell them where they compare their inputs.
         problem, operator = error, LinearAttentionOperator(group)
     return operator._attend(inputs, problem)
+
+
+def _node_size(place: GroupPlace) -> int:
+    """Ranks of the group per node, by torchrun's environment."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    found = place.ranks_per_node(int(local)) if local.isdecimal() and int(local) > 0 else None
+    if found is None:
+        raise UserError(
+            "schedule 'two_level' needs node_size, the ranks of the group per node: "
+            f"LOCAL_WORLD_SIZE={local or None} does not tell it for the ranks "
+            f"{list(place.ranks)}; pass node_size, one of {divisors(place.size)}, or another "
+            "schedule"
+        )
+    return found
 
 
 def _own_write(inputs: Inputs, value: Tensor) -> Tensor:

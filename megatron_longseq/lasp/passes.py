@@ -5,8 +5,8 @@
                 them is added
     backward    the same with (A^T, Y), against time
 
-What is kept for backward: the inputs, and the state that entered each segment. So backward scans
-once, as forward does; all other states are rebuilt from these.
+What is kept for backward: the inputs, the state that entered each segment, and where documents
+start. So backward scans once, as forward does; all other states are rebuilt from these.
 """
 
 from dataclasses import dataclass
@@ -83,6 +83,12 @@ class Plan:
             self.scale,
         )
 
+    def hidden_seconds(self, flops: float) -> float | None:
+        """How long the work beside a scan takes, by constants alone: the same on every rank."""
+        assert self.scan is not None
+        costs = self.scan.costs
+        return flops / costs.flops_per_second if costs.hidden_seconds is None else None
+
     def final_everywhere(self, after: Tensor) -> Tensor:
         """The last of the chain's states ``after`` each segment, ``[b, m, h, d, e]``, for all."""
         last = after[:, 0 if self.last is None else self.last]
@@ -126,6 +132,7 @@ class LinearAttentionFunction(torch.autograd.Function):
                 reverse=plan.reverse,
                 initial_state=None if entering is None else entering[:, plan.first],
                 total="everywhere" if plan.output_final_state else "none",
+                hidden_seconds=plan.hidden_seconds(segments.intra_flops),
             )
             out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
             scanned = scan.wait()
@@ -171,6 +178,8 @@ def _backward(
             plan.kernel.d_summary(segments, dout),
             reverse=not plan.reverse,
             initial_state=None if leaving is None else leaving[:, plan.last],
+            # Five products with the scores and five with states, in place of two and two.
+            hidden_seconds=plan.hidden_seconds(2.5 * segments.intra_flops),
         )
         result = plan.kernel.d_intra(
             segments, dout, entering, dtype=segments.state_dtype, gates=gates

@@ -63,6 +63,13 @@ class Segments:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
+    def intra_flops(self) -> int:
+        """Of what the tokens read of their own segments, in chunks of 64 tokens, about."""
+        batch, segments, tokens, _, d = self.key.shape
+        e = self.value.shape[4]
+        return 2 * batch * segments * tokens * self.out_heads * (64 * (d + e) + 2 * d * e)
+
+    @property
     def per_channel(self) -> bool:
         """Whether each key channel has its own decay."""
         return self.log_decay is not None and self.log_decay.dim() == 5

@@ -5,7 +5,7 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it: here, once for all forked ranks
 import torch.distributed as dist
 
-from megatron_longseq.communication.scan import SCAN, Scan, ScanShape, scan_traffic
+from megatron_longseq.communication.scan import SCAN, LinkCosts, Scan, ScanShape, scan_traffic
 from megatron_longseq.lasp import LinearAttentionOperator
 from megatron_longseq.lasp.torch_kernels import TorchKernel
 from megatron_longseq.measurement import (
@@ -82,7 +82,8 @@ def costs():
                         ((total.messages, total.bytes_sent), (formula.messages, formula.bytes))
                     )
                 sent[kind, layout, name] = counts
-    return sent, both_ways(group, transport), kept(group), order(group)
+    shown = predicted(group, transport)
+    return sent, both_ways(group, transport), kept(group), order(group), shown
 
 
 def both_ways(group, transport):
@@ -140,6 +141,7 @@ class WatchedScan(Scan):
     def start(self, *args, **kwargs):
         handle = super().start(*args, **kwargs)
         self.events.append("start")
+        self.hidden.append(kwargs["hidden_seconds"])
         wait = handle.wait
 
         def noted():
@@ -154,7 +156,7 @@ def order(group):
     """The kernel's and the scan's calls in the order of a forward and a backward pass."""
     events = []
     scan = WatchedScan(group, check_agreement=False)
-    scan.events = events
+    scan.events, scan.hidden = events, []
     operator = LinearAttentionOperator(
         group, scan=scan, backend=Watched(events), check_agreement=False
     )
@@ -163,13 +165,36 @@ def order(group):
     return events
 
 
+def predicted(group, transport):
+    """Seconds each pass says it hides of its scan; gathers that "auto" starts for them."""
+    # On such links a gather takes longest, and is the one with fewest steps.
+    links = {"latency_seconds": 0.0, "seconds_per_byte": 1.0}
+    found = []
+    for given, tokens in (
+        ({"flops_per_second": 1.0}, N),
+        ({"flops_per_second": 1.0}, 2 * N),
+        ({"flops_per_second": 1e30}, N),
+        ({"hidden_seconds": 1e9}, N),
+    ):
+        scan = WatchedScan(group, costs=LinkCosts(**links, **given), check_agreement=False)
+        scan.events, scan.hidden = [], []
+        operator = LinearAttentionOperator(group, scan=scan, check_agreement=False)
+        data, gates = arguments("matrix", tokens)
+        before = transport.traffic.snapshot()
+        operator(*data, **gates)[0].sum().backward()
+        dist.barrier()
+        gathers = (transport.traffic - before).total(operation="all_gather").calls
+        found.append((scan.hidden, gathers))
+    return found
+
+
 @pytest.fixture(scope="module")
 def costs_on_four_ranks(ranks):
     return ranks.run(costs, world_size=4, backend="gloo", timeout_seconds=120)
 
 
 def test_both_passes_send_what_the_formula_of_one_scan_says(costs_on_four_ranks):
-    for rank, (sent, _, _, _) in enumerate(costs_on_four_ranks):
+    for rank, (sent, *_) in enumerate(costs_on_four_ranks):
         assert len(sent) == 30
         for case, passes in sent.items():
             for counted, formula in passes:
@@ -177,13 +202,13 @@ def test_both_passes_send_what_the_formula_of_one_scan_says(costs_on_four_ranks)
 
 
 def test_both_ways_without_decay_sum_one_state_each_pass(costs_on_four_ranks):
-    for _, payloads, _, _ in costs_on_four_ranks:
+    for _, payloads, *_ in costs_on_four_ranks:
         assert payloads == [4 * B * H * D * E] * 2
 
 
 def test_kept_for_backward_are_the_inputs_and_the_states_that_came_in(costs_on_four_ranks):
     state = 4 * B * H * D * E
-    for _, _, found, _ in costs_on_four_ranks:
+    for _, _, found, *_ in costs_on_four_ranks:
         for kind, kept_bytes in found.items():
             # Two segments on the zigzag; no chunk's state, no transition, no output.
             assert kept_bytes == (2 * state, 0, 2 * state), (kind, kept_bytes)
@@ -192,11 +217,21 @@ def test_kept_for_backward_are_the_inputs_and_the_states_that_came_in(costs_on_f
 def test_the_scan_runs_beside_the_work_that_does_not_need_it(costs_on_four_ranks):
     # LASP's code receives before any work of its own, so that its ranks run one after another.
     mine = N // 4
-    for _, _, _, events in costs_on_four_ranks:
+    for _, _, _, events, _ in costs_on_four_ranks:
         forward = [("summary", mine), "start", ("intra", mine), "wait", ("apply", mine)]
         backward = [("d_summary", mine), "start", ("d_intra", mine), "wait", ("d_apply", mine)]
         # Each rank works on its own tokens and no others: time falls as ranks are added.
         assert events == forward + backward
+
+
+def test_auto_chooses_by_the_work_that_hides_a_scan(costs_on_four_ranks):
+    for *_, shown in costs_on_four_ranks:
+        (short, gathers), (long, _), (_, none), (given, both) = shown
+        # Products of 64 x 64 scores and of states, of 2 operations each; backward has five of each.
+        forward = 2 * B * N * H * (64 * (D + E) + 2 * D * E)
+        assert short == [forward, 2.5 * forward] and long == [2 * forward, 5 * forward]
+        assert (gathers, none, both) == (2, 0, 2)
+        assert given == [None, None], "the constants have a say of their own"
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "matrix"])

@@ -43,14 +43,17 @@ class LinkCosts:
         latency_seconds: of a message between ranks; between nodes if the group spans several.
         seconds_per_byte: likewise.
         node_latency_seconds, node_seconds_per_byte: of a message within a node.
-        hidden_seconds: the work of the caller beside which a scan runs.
+        hidden_seconds: the work of the caller beside which a scan runs; ``None``: as each start
+            says, or else nothing.
+        flops_per_second: of that work, for a caller that predicts it, as linear attention does.
     """
 
     latency_seconds: float = 20e-6
     seconds_per_byte: float = 1 / 25e9
     node_latency_seconds: float = 10e-6
     node_seconds_per_byte: float = 1 / 400e9
-    hidden_seconds: float = 0.0
+    hidden_seconds: float | None = None
+    flops_per_second: float = 50e12
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,8 @@ def choose_schedule(shape: ScanShape, costs: LinkCosts) -> ScheduleName:
     if shape.node_size is not None and 1 < shape.node_size < shape.size:
         return "two_level"
     candidates: Sequence[ScheduleName] = ("all_gather", "log_scan", "ring", "all_scan")
-    seen = {
-        name: max(0.0, scan_seconds(name, shape, costs) - costs.hidden_seconds)
-        for name in candidates
-    }
+    hidden = costs.hidden_seconds or 0.0
+    seen = {name: max(0.0, scan_seconds(name, shape, costs) - hidden) for name in candidates}
     # No constant of a planner is better known than to a tenth.
     limit = 1.1 * min(seen.values())
     return min(
