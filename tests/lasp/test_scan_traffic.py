@@ -93,6 +93,22 @@ def test_what_the_papers_count():
         assert received["all_gather", "matrix"] == 2 * (size - 1)
 
 
+def test_on_the_zigzag_the_gather_doubles_and_other_schedules_do_not():
+    # The table of docs/lasp-operator.md: what 8 ranks send, each on average, in states.
+    def mean(name, layout, kind):
+        scan = shape(layout=layout, kind=kind)
+        return sum(scan_traffic(name, scan, p).bytes for p in range(8)) / 8 / 2**20
+
+    for name, contiguous, cheap, matrix in (
+        ("ring", 0.875, 2.625, 1.75),
+        ("log_scan", 2.125, 6.0, 12.0),
+        ("all_gather", 7.0, 14.0, 28.0),
+    ):
+        assert mean(name, "contiguous", "scalar") == pytest.approx(contiguous, rel=1e-3)
+        assert mean(name, "zigzag", "scalar") == pytest.approx(cheap, rel=1e-3)
+        assert mean(name, "zigzag", "matrix") == matrix
+
+
 @pytest.mark.parametrize("layout, kind, steps", [
     ("contiguous", "matrix", {"ring": 7, "all_gather": 1, "log_scan": 3, "all_scan": 10}),
     ("zigzag", "matrix", {"ring": 14, "all_gather": 1, "log_scan": 4, "all_scan": 17}),
