@@ -46,6 +46,10 @@ test-links: ready ## run the tests over slowed network links (needs root, for ne
 		{ echo "make test-links needs root, to make network namespaces" >&2; exit 1; }
 	@$(PYTHON_IN_VENV) -m pytest tests -m links $(ARGS)
 
+.PHONY: test-thorough
+test-thorough: ready ## run the further cases that `make test` leaves out (15 minutes or so)
+	@$(PYTHON_IN_VENV) -m pytest tests -m thorough $(ARGS)
+
 .PHONY: lint
 lint: ready ## check style and types
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -120,7 +120,25 @@ def runs(megatron_ranks_fp64, tmp_path_factory):
     return commands, reference
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Between them every kind of recurrence, layout of tokens and way to split a model; the others are
+# further combinations.
+ALWAYS = (
+    "lightning",
+    "gla",
+    "gdn, more value than key heads",
+    "context and pipeline",
+    "contiguous, three ranks, selective",
+    "hybrid, both",
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout in ALWAYS else pytest.param(layout, marks=pytest.mark.thorough)
+        for layout in LAYOUTS
+    ],
+)
 def test_every_layout_equals_one_process_in_double_precision(
     layout, runs, megatron_ranks_fp64, tmp_path
 ):

@@ -82,7 +82,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Further combinations of what the others have.
+THOROUGH = (
+    "tp 3: squared relu, interleaved rope, full recompute",
+    "tp 2 x pp 2 interleaved: per-token loss",
+    "tp 4 over 2 kv heads, switched to tensor parallel",
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.thorough) if layout in THOROUGH else layout
+        for layout in LAYOUTS
+    ],
+)
 def test_every_layout_equals_one_process_in_double_precision(layout, megatron_ranks_fp64):
     processes, flags = LAYOUTS[layout]
     verdict = verify(

@@ -72,6 +72,7 @@ def compiled_shared_memory(decay: str) -> dict[str, int]:
     return shared
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("decay, count", [("scalar", 5), ("channel", 8)])
 def test_every_kernel_compiles_and_fits_into_the_least_shared_memory(ranks, decay, count):
