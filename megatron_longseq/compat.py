@@ -115,18 +115,18 @@ def model_config(
     )
     if model.transformer_layer_spec is None:
         model.transformer_layer_spec = layer_spec
-    elif model.transformer_layer_spec is not layer_spec and (
-        config.longseq_context_parallel != "megatron"
-        or config.longseq_tensor_parallel != "megatron"
-        or config.longseq_linear_attention != "none"
-    ):
-        raise UserError(
-            f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
-            f"--longseq-context-parallel {config.longseq_context_parallel}, "
-            f"--longseq-tensor-parallel {config.longseq_tensor_parallel} and "
-            f"--longseq-linear-attention {config.longseq_linear_attention} would have no effect; "
-            "leave one of the two out"
-        )
+    elif model.transformer_layer_spec is not layer_spec:
+        stock = {
+            "context-parallel": (config.longseq_context_parallel, "megatron"),
+            "tensor-parallel": (config.longseq_tensor_parallel, "megatron"),
+            "linear-attention": (config.longseq_linear_attention, "none"),
+        }
+        asked = [f"--longseq-{k} {value}" for k, (value, none) in stock.items() if value != none]
+        if asked:
+            raise UserError(
+                f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
+                f"{' and '.join(asked)} would have no effect; leave one of the two out"
+            )
     return model
 
 
