@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attention_contenders import sample
+from attention_contenders import quiet, sample
 from metp_models import (
     FFN,
     HEADS,
@@ -63,9 +63,13 @@ class Step:
 
 
 def step_times(
-    ranks: int, sequences: list[int], rounds: int, links: LimitedLinks | None
+    ranks: int, sequences: list[int], rounds: int, most_rounds: int, links: LimitedLinks | None
 ) -> dict[str, Any]:
-    """Samples of a step of METP and of TP+SP by sequence, their difference, and rates."""
+    """Samples of a step of METP and of TP+SP by sequence, their difference, and rates.
+
+    By turns, until each has ``rounds`` samples in which others left the machine alone, or
+    ``most_rounds`` are over.
+    """
     if links is not None:
         os.environ.update(links.enter(int(os.environ["RANK"])))
         dist.init_process_group("gloo")
@@ -80,11 +84,13 @@ def step_times(
     for sequence in sequences:
         samples: dict[str, list[dict[str, float]]] = {}
         losses, gradients = [], []
-        for index in range(rounds):
+        for index in range(most_rounds):
             for step in steps:
+                own = samples.setdefault(step.training.contender.name, [])
+                if len(quiet(own)) >= rounds:
+                    continue
                 step.sequence = sequence
-                one = sample(step)  # type: ignore[arg-type]
-                samples.setdefault(step.training.contender.name, []).append(one)
+                own.append(sample(step))  # type: ignore[arg-type]
                 if index == 0:
                     losses.append(step.loss)
                     gradients.append(step.training.gradients())
@@ -121,12 +127,15 @@ def rates() -> dict[str, float]:
 
 
 def _per_second(call: Callable[[], Any], work: int) -> float:
-    call()
-    dist.barrier()
-    started, calls = time.perf_counter(), 12
-    for _ in range(calls):
-        call()
-    return calls * work / (time.perf_counter() - started)
+    """The best of some tries: what disturbs a rate makes it smaller."""
+    best, calls = 0.0, 4
+    for _ in range(8):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = max(best, calls * work / (time.perf_counter() - started))
+    return best
 
 
 def predicted_seconds(contender: str, ranks: int, sequence: int, rate: dict[str, float]) -> float:
