@@ -403,6 +403,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "first", "others"),
     [

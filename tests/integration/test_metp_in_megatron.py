@@ -226,8 +226,8 @@ def validation(folder, rank):
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
     [
-        ("", 1e-6),
-        ("--bf16", 5e-3),
+        pytest.param("", 1e-6, marks=pytest.mark.thorough),
+        pytest.param("--bf16", 5e-3, marks=pytest.mark.thorough),
         # A scale at which no step overflows, so that all steps count.
         ("--fp16 --initial-loss-scale 1024 --loss-scale-window 2", 5e-3),
         ("--bf16 --accumulate-allreduce-grads-in-fp32 --longseq-metp-min-tokens 100", 5e-3),

@@ -16,6 +16,7 @@ from megatron_longseq.lasp.segments import Gradients, Segments
 from megatron_longseq.lasp.torch_kernels import TorchKernel
 from megatron_longseq.lasp.triton_kernels import TritonKernel
 from megatron_longseq.lasp.triton_kernels.decay import Decay
+from megatron_longseq.launch import RankPool
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -233,9 +234,17 @@ def errors() -> dict[str, tuple[float, str]]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(ranks) -> dict[str, tuple[float, str]]:
+def own_ranks():
+    """A pool of its own: Triton reads the environment when it is imported, and that of all tests
+    may have imported it for another test's module."""
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def interpreted(own_ranks) -> dict[str, tuple[float, str]]:
     """:func:`errors`, from one process in which Triton interprets."""
-    return ranks.run(errors, world_size=1, environment=INTERPRET, timeout_seconds=300)[0]
+    return own_ranks.run(errors, world_size=1, environment=INTERPRET, timeout_seconds=300)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -270,10 +279,10 @@ def gradients_on_two_ranks(backend: str) -> list[Tensor]:
     return [out.detach(), *(tensor.grad for tensor in (*inputs, gate))]
 
 
-def test_the_operator_takes_them_by_name(ranks):
+def test_the_operator_takes_them_by_name(own_ranks):
     options = {"world_size": 2, "backend": "gloo", "timeout_seconds": 200, "environment": INTERPRET}
     found, expected = (
-        ranks.run(gradients_on_two_ranks, args=(backend,), **options)
+        own_ranks.run(gradients_on_two_ranks, args=(backend,), **options)
         for backend in ("triton", "torch")
     )
     for rank in range(2):
@@ -292,8 +301,8 @@ def reasons_against() -> dict[str, str | None]:
     }
 
 
-def test_says_why_it_cannot_be_used(ranks):
-    reasons = ranks.run(reasons_against, world_size=1)[0]
+def test_says_why_it_cannot_be_used(own_ranks):
+    reasons = own_ranks.run(reasons_against, world_size=1)[0]
     assert reasons["a CPU"] == "Triton compiles for CUDA, not for cpu"
     assert reasons["delta rule"] == "the delta rule has no Triton kernel"
 
