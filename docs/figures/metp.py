@@ -23,7 +23,13 @@ COLOURS = ("#1f5f99", "#a85a00", "#2c7a3f", "#8a3a86")
 INK, FAINT = "#222222", "#e9e9e9"
 # Saved for backward, in sbh/p bytes of 16-bit activations: content and bytes, per method.
 SAVED = {
-    "TP + SP": (("norm inputs", 4), ("norm outputs", 4), ("q, k, v", 6), ("attention", 2), ("f", 16)),
+    "TP + SP": (
+        ("norm inputs", 4),
+        ("norm outputs", 4),
+        ("q, k, v", 6),
+        ("attention", 2),
+        ("f", 16),
+    ),
     "METP": (("norm inputs", 4), ("norm outputs", 4), ("attention", 2)),
     "METP,\nnorm recompute": (("norm inputs", 4), ("attention", 2)),
 }

@@ -47,7 +47,7 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        how = {"ring": ring, "kernel": kernel, "causal": causal, "scale": scale}
+        how: dict[str, Any] = {"ring": ring, "kernel": kernel, "causal": causal, "scale": scale}
         out, lse = ring_attention_forward(query, key, value, **how)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.how = how
