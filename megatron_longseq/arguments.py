@@ -201,12 +201,6 @@ def _check_metp(args: argparse.Namespace, given: dict[str, Any]) -> None:
         _refuse_without(given, METP_OPTIONS, "--longseq-tensor-parallel metp")
         return
     check_metp(args)
-    if args.longseq_context_parallel == "2d" and (args.longseq_head_parallel_size or 1) > 1:
-        raise UserError(
-            f"--longseq-head-parallel-size {args.longseq_head_parallel_size}: with "
-            "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
-            "context-parallel ranks; use 1"
-        )
     check_sequence(args.seq_length, args.tensor_model_parallel_size, args.context_parallel_size)
 
 

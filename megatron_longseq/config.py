@@ -166,12 +166,6 @@ def check_methods(config: TransformerConfig) -> None:
     """
     if config.longseq_tensor_parallel == "metp":
         check_metp(config)
-        if config.longseq_context_parallel == "2d" and (config.longseq_head_parallel_size or 1) > 1:
-            raise UserError(
-                f"--longseq-head-parallel-size {config.longseq_head_parallel_size}: with "
-                "--longseq-tensor-parallel metp keys and values pass around over all tensor- and "
-                "context-parallel ranks; use 1"
-            )
     check_linear(config)
     check_two_d_attention(config)
 

@@ -121,6 +121,11 @@ def check_metp(config: Any) -> None:
             f"--context-parallel-size {context}: {FLAG} splits a sequence over context-parallel "
             "ranks too only with --longseq-context-parallel 2d; add that, or use 1"
         )
+    if config.longseq_context_parallel == "2d" and (config.longseq_head_parallel_size or 1) > 1:
+        raise UserError(
+            f"--longseq-head-parallel-size {config.longseq_head_parallel_size}: with {FLAG} keys "
+            "and values pass around over all tensor- and context-parallel ranks; use 1"
+        )
     check_unsupported(config, UNSUPPORTED, FLAG)
     if getattr(config, "bias_activation_fusion", False):
         _check_fused_activation(config)
