@@ -5,6 +5,7 @@ PYTHON_IN_VENV := .venv/bin/python
 # The parts that are plain PyTorch, and the tools without Megatron: these are type-checked.
 TYPED := $(wildcard \
 	megatron_longseq/errors.py \
+	megatron_longseq/attention_inputs.py \
 	megatron_longseq/token_layout.py \
 	megatron_longseq/communication \
 	megatron_longseq/softmax \

@@ -5,6 +5,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from ..attention_inputs import check_query_key_value
 from ..errors import UserError, divisors, nearest_values
 from ..softmax.block_kernels import SUPPORTED_DTYPES
 
@@ -34,25 +35,14 @@ def check_inputs(
     Raises:
         UserError: naming the value, the rule and the nearest values that would work.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise UserError(
-                f"{name} of shape {tuple(tensor.shape)}: expected [tokens, micro-batch, heads, "
-                "width], none of them 0"
-            )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise UserError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
-                f"{query.device}; they must agree"
-            )
-    if query.dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
-        raise UserError(f"query is {query.dtype}; 2D attention works in {names}")
-    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
-        raise UserError(
-            f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must have "
-            "the same tokens, micro-batch and width"
-        )
+    check_query_key_value(
+        query,
+        key,
+        value,
+        rows=("tokens", "micro-batch"),
+        dtypes=SUPPORTED_DTYPES,
+        operator="2D attention",
+    )
     if key.shape[:3] != value.shape[:3]:
         raise UserError(
             f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} may differ "

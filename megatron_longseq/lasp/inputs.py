@@ -7,6 +7,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from ..attention_inputs import check_query_key_value
 from ..errors import UserError, divisors, nearest_values
 from ..token_layout import SegmentChain
 from .chunk_kernels import SUPPORTED_DTYPES
@@ -87,25 +88,14 @@ class Inputs:
 
     def _check_tensors(self, chain: SegmentChain) -> None:
         query, key, value = self.query, self.key, self.value
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 4 or 0 in tensor.shape:
-                raise UserError(
-                    f"{name} of shape {tuple(tensor.shape)}: expected [batch, tokens, heads, "
-                    "width], none of them 0"
-                )
-            if tensor.dtype != query.dtype or tensor.device != query.device:
-                raise UserError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on "
-                    f"{query.device}; they must agree"
-                )
-        if query.dtype not in SUPPORTED_DTYPES:
-            names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
-            raise UserError(f"query is {query.dtype}; linear attention works in {names}")
-        if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
-            raise UserError(
-                f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)} must "
-                "have the same batch, tokens and width"
-            )
+        check_query_key_value(
+            query,
+            key,
+            value,
+            rows=("batch", "tokens"),
+            dtypes=SUPPORTED_DTYPES,
+            operator="linear attention",
+        )
         if key.shape[:2] != value.shape[:2]:
             raise UserError(
                 f"key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)} must "
