@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_longseq"
 PAGE = ROOT / "docs" / "gpu-only.md"
 # These talk about GPUs for a living: the CPU's answers for them, the report, and the check itself.
-ABOUT_GPUS = ("cpu_platform.py", "environment/", "cli/doctor.py", "gpu_check/")
+ABOUT_GPUS = ("cpu_platform/", "environment/", "cli/doctor.py", "gpu_check/")
 OPERATORS = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_backward)?$")
 
 
