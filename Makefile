@@ -10,6 +10,7 @@ TYPED := $(wildcard \
 	megatron_longseq/communication \
 	megatron_longseq/softmax \
 	megatron_longseq/lasp/recurrence.py \
+	megatron_longseq/metp \
 	megatron_longseq/measurement \
 	megatron_longseq/planner \
 	megatron_longseq/launch)
