@@ -54,17 +54,6 @@ def _metp(args: Any) -> bool:
     return args.longseq_tensor_parallel == "metp"
 
 
-def _not_with_metp(option: Unsupported) -> FlagRule:
-    return FlagRule(
-        option.flag,
-        option.name,
-        "refused",
-        "with --longseq-tensor-parallel metp",
-        option.reason,
-        refuses=lambda args: _metp(args) and option.rejects(getattr(args, option.name)),
-    )
-
-
 def _linear(args: Any) -> bool:
     return args.longseq_linear_attention != "none"
 
@@ -73,25 +62,15 @@ def _all_linear(args: Any) -> bool:
     return _linear(args) and args.num_layers is not None and all(linear_layers(args))
 
 
-def _not_with_linear(option: Unsupported) -> FlagRule:
+def _not_where(asked: Callable[[Any], bool], when: str, option: Unsupported) -> FlagRule:
+    """A refusal of what a method does not work with, where the method is asked for."""
     return FlagRule(
         option.flag,
         option.name,
         "refused",
-        "with --longseq-linear-attention",
+        when,
         option.reason,
-        refuses=lambda args: _linear(args) and option.rejects(getattr(args, option.name)),
-    )
-
-
-def _not_without_softmax(option: Unsupported) -> FlagRule:
-    return FlagRule(
-        option.flag,
-        option.name,
-        "refused",
-        "with --longseq-linear-attention in all layers",
-        option.reason,
-        refuses=lambda args: _all_linear(args) and option.rejects(getattr(args, option.name)),
+        refuses=lambda args: asked(args) and option.rejects(getattr(args, option.name)),
     )
 
 
@@ -261,9 +240,16 @@ RULES: tuple[FlagRule, ...] = (
         "linear layers pass states on; layers of softmax attention among them need "
         "--longseq-context-parallel 2d",
     ),
-    *(_not_with_metp(option) for option in UNSUPPORTED if not option.config_only),
-    *(_not_with_linear(option) for option in NOT_LINEAR),
-    *(_not_without_softmax(option) for option in SOFTMAX_ONLY),
+    *(
+        _not_where(_metp, "with --longseq-tensor-parallel metp", option)
+        for option in UNSUPPORTED
+        if not option.config_only
+    ),
+    *(_not_where(_linear, "with --longseq-linear-attention", option) for option in NOT_LINEAR),
+    *(
+        _not_where(_all_linear, "with --longseq-linear-attention in all layers", option)
+        for option in SOFTMAX_ONLY
+    ),
     FlagRule(
         "--group-query-attention",
         "group_query_attention",
