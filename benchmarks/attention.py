@@ -12,8 +12,6 @@ has no figure.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +31,7 @@ from attention_contenders import (
     timings,
 )
 from torch import Tensor
+from written_results import write_results
 
 from megatron_longseq.attention_2d import TwoDAttention, attention_traffic
 from megatron_longseq.communication import BufferPool, Ring
@@ -157,13 +156,6 @@ def same_on_ranks(counted: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{"kind": "traffic", "ranks": ranks} | row for row, ranks in holders.values()]
 
 
-def as_json(machine: dict[str, Any], figures: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The results as JSON, one row a line."""
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    head = f'"machine": {json.dumps(machine)},\n "figures": {json.dumps(figures, indent=2)},\n'
-    return f'{{{head} "rows": [\n  {lines}\n ]}}\n'
-
-
 def timing_rows(per_rank: list[dict[str, Any]], tokens: int, rounds: int) -> list[dict[str, Any]]:
     """One row per contender, with the times of every round and medians."""
     measured = per_rank[0]
@@ -268,14 +260,7 @@ def main() -> None:
             rows += same_on_ranks(counted)
     figures = make_figures(rows)
     print_table(rows, figures)
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_json(machine, figures, rows))
-    print(f"\nwritten: {options.output}")
+    write_results(options.output, figures, rows)
 
 
 if __name__ == "__main__":

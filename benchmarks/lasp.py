@@ -12,20 +12,17 @@ over the rounds during which others left the machine alone, or over all and said
 
 import argparse
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lasp_parts as parts
-import torch
-import torch._dynamo  # the first dispatch mode imports it: here, once for all forked ranks
 import yaml
-from attention import as_json, same_on_ranks
+from attention import same_on_ranks
 from lasp_contenders import FLAT, HEADS, WIDTH, counted
 from lasp_parts import Row
+from written_results import write_results
 
 from megatron_longseq.launch import RankPool
 from megatron_longseq.measurement import LimitedLinks, links_available
@@ -324,14 +321,7 @@ def main() -> None:
                 rows += [row for row in before if row["part"] == name]
     figures = make_figures(rows)
     print_table(rows, figures)
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_json(machine, figures, rows))
-    print(f"\nwritten: {options.output}")
+    write_results(options.output, figures, rows)
 
 
 if __name__ == "__main__":

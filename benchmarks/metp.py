@@ -15,8 +15,6 @@ has no figure.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # the first dispatch mode imports it: here, once for all forked ranks
 from attention_contenders import quiet
+from written_results import write_results
 
 from megatron_longseq.launch import RankPool
 from megatron_longseq.launch.training import PRELOAD, preload
@@ -266,18 +263,6 @@ def print_tables(rows: list[Row], figures: dict[str, Any]) -> None:
         print(f"{name:38} {shown!s:>8}   {FORMULAS.get(name, '')}")
 
 
-def as_json(figures: dict[str, Any], rows: list[Row]) -> str:
-    """The results as JSON, one row a line."""
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    head = f'"machine": {json.dumps(machine)},\n "figures": {json.dumps(figures, indent=2)},\n'
-    return f'{{{head} "rows": [\n  {lines}\n ]}}\n'
-
-
 def main() -> None:
     """Runs the parts asked for; rows of the others are kept as they were written last."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -325,9 +310,7 @@ def main() -> None:
     rows = [row for part in PARTS for row in parts.get(part, [])]
     figures = make_figures(rows)
     print_tables(rows, figures)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(as_json(figures, rows))
-    print(f"\nwritten: {options.output}")
+    write_results(options.output, figures, rows)
 
 
 if __name__ == "__main__":
