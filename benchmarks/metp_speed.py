@@ -41,7 +41,9 @@ from megatron_longseq.softmax import AtenKernel
 LAYERS = 2
 # FLOP/s over bytes/s of an A100 (312 TFLOP/s in bf16) behind 200 Gb/s.
 A100_OVER_200_GBIT = 12_500
-WEIGHTS, GRADIENTS, KV = (f"LONGSEQ_METP_{name}_GROUP" for name in ("WEIGHTS", "GRADIENTS", "KV"))
+WEIGHTS, GRADIENTS, KV, KV_GRADIENTS = (
+    f"LONGSEQ_METP_{name}_GROUP" for name in ("WEIGHTS", "GRADIENTS", "KV", "KV_GRADIENTS")
+)
 
 
 # --- time of a step ---------------------------------------------------------------------------
@@ -235,17 +237,12 @@ def _metp_rows(what: str, counter: TrafficCounter, formula: PassTraffic) -> list
         ("weight broadcast", WEIGHTS, "broadcast", formula.weight_broadcast),
         ("weight sums", GRADIENTS, "reduce", formula.weight_sums),
         ("losses", WEIGHTS, "all_gather", formula.losses),
-    )
-    rings = (
-        ("K and V", RING_BLOCKS.name, formula.key_value_ring),
-        ("dK and dV", RING_GRADIENTS.name, formula.key_value_gradients),
+        ("K and V", KV, "send", formula.key_value_ring),
+        ("dK and dV", KV_GRADIENTS, "send", formula.key_value_gradients),
     )
     counts = [
         (name, counter.traffic.total(group=group, operation=operation), expected)
         for name, group, operation, expected in streams
-    ] + [
-        (name, counter.traffic.total(group=KV, operation="send", stream=stream), expected)
-        for name, stream, expected in rings
     ]
     counter.reset()
     return [
