@@ -62,3 +62,23 @@ def test_the_longest_sequence_is_right_behind_a_kink(monkeypatch, budget):
     search.peak(40, 80)
     longest = max(n for n in range(8, 4000, 8) if peaks([n])[0] <= budget)
     assert search.longest(budget) == (longest, True)
+
+
+def counted_traffic():
+    """Messages and bytes of every stream of a model's step on two ranks, beside the formulas."""
+    sys.path.insert(0, BENCHMARKS)
+    import metp_speed
+
+    return metp_speed.traffic(2, 64)
+
+
+def test_every_stream_of_a_model_is_counted_and_equals_its_formula(megatron_ranks):
+    for rows in megatron_ranks.run(counted_traffic, world_size=2, backend="gloo"):
+        for row in rows:
+            counted, formula = (
+                [row[f"{kind}{unit}"] for unit in ("messages", "bytes")]
+                for kind in ("", "formula_")
+            )
+            assert counted == formula, row
+        sent = {row["stream"] for row in rows if row["bytes"] and row["method"] == "METP"}
+        assert {"weight ring", "weight gradients", "K and V", "dK and dV", "losses"} <= sent
