@@ -15,9 +15,7 @@ def relied_on():
     from dataclasses import replace
 
     import metp_memory as memory
-    from metp_models import METP, TP, TP_SP, Training, start
-
-    from megatron_longseq.measurement import LiveBytes
+    from metp_models import METP, TP, TP_SP
 
     tiled = [replace(base, loss="tiled") for base in (TP_SP, TP)]
     found = {"agreement": memory.agreement(2, 512, [*tiled, METP])}
@@ -25,19 +23,41 @@ def relied_on():
     found["saved"] = {r["name"]: (r["bytes"], r["formula_bytes"]) for r in rows if r["formula"]}
     found["peaks"] = []
     for contender in (replace(TP_SP, loss="tiled"), memory.NORM_METP):
-        both = [
-            memory.peaks(2, contender, [192], layers=2, arithmetic=real)[0]
-            for real in (True, False)
-        ]
-        start(2)
-        with LiveBytes() as live:
-            training = Training(contender, layers=2, sequence=192)
-            for _ in range(2):
-                live.reset_peak()
-                training.step(192)
-            both.append(live.peak())
-        found["peaks"].append(both)
+        counts = [peak_in_three_ways(contender)]
+        # A thread of gloo may hold a tensor for a moment after its work is done: a count can come
+        # out too high, on one rank alone, never too low.
+        while len(counts) < 4 and not all_equal_on_every_rank(counts):
+            counts.append(peak_in_three_ways(contender))
+        found["peaks"].append([min(ways) for ways in zip(*counts, strict=True)])
     return found
+
+
+def peak_in_three_ways(contender):
+    """Of a whole step, of one without arithmetic, and of the second of two steps."""
+    import metp_memory as memory
+    from metp_models import Training, start
+
+    from megatron_longseq.measurement import LiveBytes
+
+    ways = [
+        memory.peaks(2, contender, [192], layers=2, arithmetic=real)[0] for real in (True, False)
+    ]
+    start(2)
+    with LiveBytes() as live:
+        training = Training(contender, layers=2, sequence=192)
+        for _ in range(2):
+            live.reset_peak()
+            training.step(192)
+        ways.append(live.peak())
+    return ways
+
+
+def all_equal_on_every_rank(counts):
+    import torch.distributed as dist
+
+    equal = [None, None]
+    dist.all_gather_object(equal, len({min(ways) for ways in zip(*counts, strict=True)}) == 1)
+    return all(equal)
 
 
 def test_contenders_agree_and_counts_are_those_of_real_steps(megatron_ranks):
