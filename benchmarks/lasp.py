@@ -100,24 +100,32 @@ def _ulysses_network(per_rank: list[Row], row: Row) -> list[Row]:
 
 def schedule_rows(run: Run, shapes: Row) -> list[Row]:
     """Each schedule and LASP's order, by ranks and delay of the links."""
+    return [
+        row
+        for tokens in shapes["tokens_per_rank"]
+        for ranks in shapes["ranks"]
+        for row in schedules_of(run, ranks, tokens, shapes)
+    ]
+
+
+def schedules_of(run: Run, ranks: int, tokens: int, shapes: Row) -> list[Row]:
+    """The rows of so many ranks, of so many tokens each."""
     rows = []
-    for ranks in shapes["ranks"]:
-        tokens = shapes["tokens_per_rank"]
-        per_rank = run(parts.schedules, ranks, tokens, shapes["delays_ms"], shapes["rounds"])
-        for index, found in enumerate(per_rank[0]):
-            worst = max(rank[index]["difference"] for rank in per_rank)
-            common = {"ranks": ranks, "delay_ms": found["delay_ms"], "tokens_per_rank": tokens}
-            for name in found["samples"]:
-                row = common | {"name": name, "difference": worst}
-                if worst > AGREEMENT:
-                    row["not_run"] = f"void: results differ by {worst:.1e}"
-                if name in found["predicted"]:
-                    row["predicted_seconds"] = found["predicted"][name]
-                if name in FLAT:
-                    row["steps"] = found["steps"][name]
-                    row["waited_by_rank"] = [rank[index]["waited"][name] for rank in per_rank]
-                    row["scans_alone"] = medians(found["alone"][name])["median_seconds"]
-                rows.append(row | medians(found["samples"][name]))
+    per_rank = run(parts.schedules, ranks, tokens, shapes["delays_ms"], shapes["rounds"])
+    for index, found in enumerate(per_rank[0]):
+        worst = max(rank[index]["difference"] for rank in per_rank)
+        common = {"ranks": ranks, "delay_ms": found["delay_ms"], "tokens_per_rank": tokens}
+        for name in found["samples"]:
+            row = common | {"name": name, "difference": worst}
+            if worst > AGREEMENT:
+                row["not_run"] = f"void: results differ by {worst:.1e}"
+            if name in found["predicted"]:
+                row["predicted_seconds"] = found["predicted"][name]
+            if name in FLAT:
+                row["steps"] = found["steps"][name]
+                row["waited_by_rank"] = [rank[index]["waited"][name] for rank in per_rank]
+                row["scans_alone"] = medians(found["alone"][name])["median_seconds"]
+            rows.append(row | medians(found["samples"][name]))
     return rows
 
 
@@ -218,24 +226,32 @@ def ulysses_figures(rows: list[Row]) -> Row:
 
 
 def schedule_figures(rows: list[Row]) -> Row:
-    """At 8 ranks and 5 ms: the best schedule over LASP's order, and how much of its scans hides."""
-    own = {
-        row["name"]: row
+    """At 8 ranks and 5 ms: the best schedule over LASP's order, and how much of its scans hides.
+
+    Of the shortest segments; those of longer ones have the number of tokens in their name.
+    """
+    figures: Row = {}
+    at = [
+        row
         for row in rows
         if row["part"] == "schedules" and (row["ranks"], row["delay_ms"]) == (8, 5)
-    }
-    if not own:
-        return {}
-    best = min(FLAT, key=lambda name: own[name]["median_seconds"])
-    seconds = own[best]["median_seconds"]
-    exposed = max(0.0, seconds - own["none"]["median_seconds"])
-    return {
-        "best_schedule_p8_5ms": best,
-        "over_blocking_ring_p8_5ms": own["blocking"]["median_seconds"] / seconds,
-        "ring_over_blocking_ring_p8_5ms": own["blocking"]["median_seconds"]
-        / own["ring"]["median_seconds"],
-        "hidden_share_p8": max(0.0, 1 - exposed / own[best]["scans_alone"]),
-    }
+    ]
+    for number, tokens in enumerate(sorted({row["tokens_per_rank"] for row in at})):
+        own = {row["name"]: row for row in at if row["tokens_per_rank"] == tokens}
+        if any("not_run" in row for row in own.values()):
+            continue
+        best = min(FLAT, key=lambda name: own[name]["median_seconds"])
+        blocking, seconds = own["blocking"]["median_seconds"], own[best]["median_seconds"]
+        exposed = max(0.0, seconds - own["none"]["median_seconds"])
+        found = {
+            "best_schedule_p8_5ms": best,
+            "over_blocking_ring_p8_5ms": blocking / seconds,
+            "ring_over_blocking_ring_p8_5ms": blocking / own["ring"]["median_seconds"],
+            "hidden_share_p8": max(0.0, 1 - exposed / own[best]["scans_alone"]),
+        }
+        suffix = f"_{tokens}_tokens" if number else ""
+        figures |= {name + suffix: value for name, value in found.items()}
+    return figures
 
 
 def memory_figures(rows: list[Row]) -> Row:
