@@ -5,13 +5,14 @@ from .all_to_all import HeadExchange
 from .buffers import BufferPool
 from .groups import GroupPlace
 from .ring import Ring, Rotation
-from .schedule import Hop, Schedule, SingleRing, Step
+from .schedule import DoubleRing, Hop, Schedule, SingleRing, Step
 from .transport import CommunicationError, CommunicationTimeout
 
 __all__ = [
     "BufferPool",
     "CommunicationError",
     "CommunicationTimeout",
+    "DoubleRing",
     "GridAgreement",
     "GroupPlace",
     "HeadExchange",

@@ -1,44 +1,13 @@
 """The ring engine: who sees what, where gradients end, and what happens to buffers."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
 from grids import refused
 
-from megatron_longseq.communication import BufferPool, Hop, Ring, SingleRing, Step
+from megatron_longseq.communication import BufferPool, DoubleRing, Ring, SingleRing
+from megatron_longseq.communication.schedule import interleaved
 from megatron_longseq.communication.transport import Channel
-
-
-@dataclass(frozen=True)
-class DoubleRing:
-    """Windows of ``window`` positions: an inner ring in each, an outer one between them."""
-
-    window: int
-
-    def steps(self, position, size):
-        w, n = self.window, size // self.window
-        mine, place = divmod(position, w)
-
-        def at(window, offset):
-            return window % n * w + offset % w
-
-        steps = []
-        for j in range(n):
-            for i in range(w):
-                now, hops = j * w + i, []
-                if i == 0 and j < n - 1:
-                    ahead, behind = at(mine + 1, place), at(mine - 1, place)
-                    hops.append(Hop(ahead, behind, now + w, "outer"))
-                if i < w - 1:
-                    hops.append(Hop(at(mine, place + 1), at(mine, place - 1), now + 1, "inner"))
-                    home = Hop(at(mine, place + 1), at(mine, place - 1), now + 1, "gradients")
-                else:
-                    diagonal = at(mine + 1, place + 1), at(mine - 1, place - 1)
-                    home = Hop(*diagonal, now + 1, "gradients")
-                steps.append(Step(at(mine - j, place - i), tuple(hops), home))
-        return tuple(steps)
 
 
 class PoisonedPool(BufferPool):
@@ -125,6 +94,28 @@ def test_a_double_ring_is_another_schedule_of_the_same_engine(ranks, size, windo
                 for j in range(count)
                 for i in range(window)
             ]
+
+
+def test_interleaved_windows_leave_a_node_from_as_many_ranks_as_it_has_pairs(ranks):
+    order = interleaved(8, 4, 2)
+    assert order == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert interleaved(8, 4, 4) is None and interleaved(8, 2, 4) is None
+    schedule = DoubleRing(2, order)
+    inner, outer = schedule.groups(8)
+    assert inner == [(0, 2), (1, 3), (4, 6), (5, 7)] and outer == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    crossing = {
+        (rank, hop.send_to)
+        for rank in range(8)
+        for step in schedule.steps(rank, 8)
+        for hop in step.hops
+        if rank // 4 != hop.send_to // 4
+    }
+    # Of every pair of neighbours one: with windows of neighbours it would be 2, 3, 6 and 7.
+    assert {rank for rank, _ in crossing} == {1, 3, 5, 7}
+    for rank, (seen,) in enumerate(
+        ranks.run(tours, world_size=8, args=([schedule],), backend="gloo")
+    ):
+        assert sorted(seen) == list(range(8)) and seen[0] == rank
 
 
 def lanes_apart(window):
