@@ -15,7 +15,7 @@ from typing import Any
 
 from . import cpu_platform, flag_table
 from .attention_2d.factorisation import Factorisation, factorise
-from .config import check_options, flag_of, options, ranks_per_node
+from .config import check_options, flag_of, options, ranks_per_node, ring_windows
 from .errors import UserError, check_at_least_one, divisors, nearest_values
 from .lasp.requirements import (
     MEGATRON_SIZES,
@@ -26,7 +26,11 @@ from .lasp.requirements import (
     check_positions,
     preset_of,
 )
+from .memory.requirements import FLAG as KEEP_FLAG
+from .memory.requirements import OPTIONS as KEEP_OPTIONS
+from .memory.requirements import check_keep_attention
 from .metp.requirements import check_metp, check_sequence
+from .placement import Grid, permute_rank
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -46,6 +50,13 @@ AT_LEAST_ONE = (
 )
 
 
+# Options that only 2D attention reads.
+TWO_D_OPTIONS = (
+    "longseq_ring_window_size",
+    "longseq_placement",
+    "longseq_network_cards_per_node",
+)
+
 # Options that only METP reads.
 METP_OPTIONS = ("longseq_metp_min_tokens", "longseq_metp_shards_per_step", "longseq_mlp_tiles")
 
@@ -64,6 +75,10 @@ def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None 
         add_arguments(parser)
         args = check_command_line(parser, sys.argv[1:] if argv is None else argv)
         parser.set_defaults(**derived_arguments(args))
+        if args.longseq_placement == "context-first":
+            split = _factorisation(args)
+            grid = Grid(args.tensor_model_parallel_size, split.head_parallel, split.ring)
+            permute_rank(args.longseq_placement, grid)  # Megatron reads RANK when this returns
         return parser
 
     return provide
@@ -98,6 +113,9 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     _check_metp(args, given)
     _check_linear(args, given)
     _check_two_d_attention(args, given)
+    if not args.longseq_keep_attention_output:
+        _refuse_without(given, KEEP_OPTIONS, KEEP_FLAG)
+    check_keep_attention(args)
     return args
 
 
@@ -239,6 +257,10 @@ def _refuse_without(given: dict[str, Any], names: Iterable[str], needed: str) ->
 
 
 def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    if args.longseq_context_parallel != "2d" or args.longseq_tensor_parallel == "metp":
+        _refuse_without(
+            given, TWO_D_OPTIONS, "--longseq-context-parallel 2d and Megatron's tensor parallelism"
+        )
     if args.longseq_context_parallel != "2d":
         _refuse_without(given, ["longseq_head_parallel_size"], "--longseq-context-parallel 2d")
         if args.longseq_tensor_parallel != "metp":
@@ -253,8 +275,12 @@ def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> N
             f"--longseq-head-parallel-size {args.longseq_head_parallel_size}: "
             "--context-parallel-size is 1; give as many ranks as head-parallel x ring needs"
         )
-    if args.num_attention_heads is not None and args.context_parallel_size > 1:
-        _factorisation(args)
+    if args.context_parallel_size == 1:
+        _refuse_without(given, TWO_D_OPTIONS, "--context-parallel-size greater than 1")
+    elif args.num_attention_heads is not None:
+        split = _factorisation(args)
+        if args.longseq_tensor_parallel != "metp":
+            ring_windows(args, split)
 
 
 def _flag_in(parser: argparse.ArgumentParser, name: str) -> str:

@@ -83,7 +83,7 @@ def _check_load(args: Any) -> None:
             f"--load {folder}: there is no checkpoint (no {TRACKER}); name a folder that has one, "
             "or leave --load out to start from random weights"
         )
-    saved = _saved_arguments(folder, tracker.read_text().strip())
+    saved = saved_arguments(folder, tracker.read_text().strip())
     if saved is None:
         return
     for name in SHAPING:
@@ -144,9 +144,22 @@ def _given_or(args: Any, name: str, otherwise: str | None) -> Any:
     return getattr(args, otherwise, None) if value is None and otherwise else value
 
 
-def _saved_arguments(folder: Path, iteration: str) -> Any:
-    """The arguments of the run that wrote the checkpoint; None if it holds none."""
-    name = "release" if iteration == "release" else f"iter_{int(iteration):07d}"
+def folder_of(iteration: str) -> str:
+    """Name of the folder of a checkpoint, by its iteration as the tracker has it."""
+    return "release" if iteration == "release" else f"iter_{int(iteration):07d}"
+
+
+def saved_arguments(folder: Path, iteration: str) -> Any:
+    """The arguments of the run that wrote the checkpoint; None if it holds none.
+
+    Args:
+        folder: of all checkpoints of the run.
+        iteration: as in the tracker file: a number, or ``release``.
+
+    Raises:
+        NodeError: there is no such checkpoint, or it is damaged.
+    """
+    name = folder_of(iteration)
     path = folder / name
     if not path.is_dir():
         raise NodeError(

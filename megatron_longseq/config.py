@@ -12,9 +12,12 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 
 from .attention_2d.factorisation import Factorisation, factorise
+from .attention_2d.windows import RingWindows, choose_windows
 from .errors import UserError, check_at_least_one
 from .lasp import presets
 from .lasp.requirements import MEGATRON_SIZES, check_linear
+from .memory.requirements import OPTIONS as KEEP_OPTIONS
+from .memory.requirements import check_keep_attention
 from .metp.requirements import check_metp, parse_min_tokens
 
 # A year: what a clock of the transport can still count.
@@ -57,6 +60,27 @@ class LongSeqTransformerConfig(TransformerConfig):
         type=int,
         metavar="N",
     )
+    longseq_ring_window_size: int | None = _option(
+        None,
+        "Double-Ring-Attention: ranks of the inner rings of 2D attention's ring; 1, or the ring's "
+        "size, is a single ring. Default: the ring's members on a node, where that saves anything; "
+        "said at start-up.",
+        type=int,
+        metavar="N",
+    )
+    longseq_placement: str = _option(
+        "head-first",
+        "What lies on neighbouring ranks: the head groups of 2D attention, or its rings "
+        "(context-first, for a large ring of replicated key/value heads).",
+        choices=("head-first", "context-first"),
+    )
+    longseq_network_cards_per_node: int | None = _option(
+        None,
+        "Network cards of a node, where there are fewer than ranks: the windows of a double ring "
+        "are then spread over the node.",
+        type=int,
+        metavar="N",
+    )
     longseq_attention_kernel: str = _option(
         "auto",
         "Kernel of one block of 2D attention or METP: the first usable of flash (the flash-attn "
@@ -91,6 +115,25 @@ class LongSeqTransformerConfig(TransformerConfig):
         "METP's MLP works off its tokens in this many parts: a smaller peak, the same messages.",
         type=int,
         metavar="N",
+    )
+    longseq_keep_attention_output: bool = _option(
+        False,
+        "Selective Checkpoint++: --recompute-granularity full computes layers again but for what "
+        "their attention has computed: output and log-sum-exp, of linear attention the states "
+        "that have travelled.",
+        action="store_true",
+    )
+    longseq_keep_attention_layers: float = _option(
+        1.0,
+        "Share of the recomputed layers of a pipeline stage that keep it, the first ones.",
+        type=float,
+        metavar="SHARE",
+    )
+    longseq_keep_attention_tokens: float = _option(
+        1.0,
+        "Share of a rank's tokens whose softmax attention is kept, those that cost most.",
+        type=float,
+        metavar="SHARE",
     )
     longseq_linear_attention: str = _option(
         "none",
@@ -130,11 +173,21 @@ class LongSeqTransformerConfig(TransformerConfig):
         "travel, for models of linear attention alone, without RoPE.",
         choices=("zigzag", "contiguous"),
     )
+    longseq_sequence_chunks: int = _option(
+        1,
+        "Sequence accumulation: a sequence goes through the model in this many parts, one after "
+        "the other, and backward through them in reverse. Activations need the memory of one part; "
+        "one more forward is computed. For models of linear attention alone.",
+        type=int,
+        metavar="K",
+    )
     longseq_linear_backend: str = _option(
         "auto",
         "Kernel of one rank's part of linear attention: torch, triton, or the first usable.",
         choices=("auto", "torch", "triton"),
     )
+    # Method and number of layers of a recompute that this package's layers do themselves.
+    longseq_own_recompute: Any = None
     # Megatron's sizes of linear layers, without its defaults: none given are softmax attention's.
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
@@ -168,6 +221,7 @@ def check_methods(config: TransformerConfig) -> None:
         check_metp(config)
     check_linear(config)
     check_two_d_attention(config)
+    check_keep_attention(config)
 
 
 def check_two_d_attention(config: TransformerConfig) -> None:
@@ -178,7 +232,9 @@ def check_two_d_attention(config: TransformerConfig) -> None:
     """
     if config.longseq_context_parallel != "2d":
         return
-    factorisation(config, config.longseq_head_parallel_size)
+    split = factorisation(config, config.longseq_head_parallel_size)
+    if config.longseq_tensor_parallel != "metp":
+        ring_windows(config, split)
     for name, allowed in (
         ("multi_latent_attention", False),
         ("attention_dropout", 0.0),
@@ -215,6 +271,24 @@ def factorisation(config: TransformerConfig, head_parallel: int | None) -> Facto
     )
 
 
+def ring_windows(config: Any, split: Factorisation) -> RingWindows:
+    """Whether the ring of 2D attention is a double one; see ``choose_windows``.
+
+    Args:
+        config: a transformer config, or arguments.
+        split: of its context-parallel ranks.
+    """
+    return choose_windows(
+        ring=split.ring,
+        head_parallel=split.head_parallel,
+        tensor_parallel=config.tensor_model_parallel_size,
+        ranks_per_node=ranks_per_node(),
+        context_first=config.longseq_placement == "context-first",
+        cards_per_node=config.longseq_network_cards_per_node,
+        window=config.longseq_ring_window_size,
+    )
+
+
 def ranks_per_node() -> int:
     """Ranks that share this machine, as torchrun tells them; one if nobody says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -239,8 +313,17 @@ def check_options(values: dict[str, Any]) -> None:
             f"{MOST_SECONDS:g} seconds"
         )
     parse_min_tokens(values["longseq_metp_min_tokens"])
-    for name in ("longseq_metp_shards_per_step", "longseq_mlp_tiles"):
+    for name in (
+        "longseq_metp_shards_per_step",
+        "longseq_mlp_tiles",
+        "longseq_sequence_chunks",
+        "longseq_ring_window_size",
+        "longseq_network_cards_per_node",
+    ):
         check_at_least_one(flag_of(name), values[name])
+    for name in KEEP_OPTIONS:
+        if not 0 < values[name] <= 1:
+            raise UserError(f"{flag_of(name)} {values[name]}: must be more than 0 and at most 1")
     for field in options():
         choices = field.metadata["longseq"].get("choices")
         value = values[field.name]

@@ -40,6 +40,8 @@ VARIABLE = "LONGSEQ_CONFIG"
 _TOO_LATE = {
     "longseq_device": "Megatron has been imported; start the trainer as "
     "torchrun .. -m megatron_longseq.hook SCRIPT --spec ..",
+    "longseq_placement": "ranks have been numbered; use the two lines of megatron_longseq.hook, or "
+    "-m megatron_longseq.pretrain_gpt",
     "longseq_measure": "the trainer's steps are its own and are not recorded; use "
     "-m megatron_longseq.pretrain_gpt",
 }

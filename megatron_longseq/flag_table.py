@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import cpu_platform
-from .lasp.requirements import MEGATRON_SIZES, SOFTMAX_ONLY, linear_layers
+from .lasp.requirements import (
+    MEGATRON_SIZES,
+    NOT_IN_CHUNKS,
+    SOFTMAX_ONLY,
+    linear_layers,
+)
 from .lasp.requirements import UNSUPPORTED as NOT_LINEAR
+from .memory.requirements import UNSUPPORTED as NOT_KEPT
 from .metp.requirements import UNSUPPORTED
 from .unsupported import Unsupported
 
@@ -60,6 +66,14 @@ def _linear(args: Any) -> bool:
 
 def _all_linear(args: Any) -> bool:
     return _linear(args) and args.num_layers is not None and all(linear_layers(args))
+
+
+def _keeps_attention(args: Any) -> bool:
+    return args.longseq_keep_attention_output
+
+
+def _chunked(args: Any) -> bool:
+    return args.longseq_sequence_chunks > 1
 
 
 def _not_where(asked: Callable[[Any], bool], when: str, option: Unsupported) -> FlagRule:
@@ -249,6 +263,16 @@ RULES: tuple[FlagRule, ...] = (
     *(
         _not_where(_all_linear, "with --longseq-linear-attention in all layers", option)
         for option in SOFTMAX_ONLY
+    ),
+    *(
+        _not_where(_chunked, "with --longseq-sequence-chunks greater than 1", option)
+        for option in NOT_IN_CHUNKS
+        if not option.config_only
+    ),
+    *(
+        _not_where(_keeps_attention, "with --longseq-keep-attention-output", option)
+        for option in NOT_KEPT
+        if option.name != "recompute_granularity"
     ),
     FlagRule(
         "--group-query-attention",

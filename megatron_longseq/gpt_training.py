@@ -97,12 +97,25 @@ def check_data(args: Any) -> None:
 def tokens_of_this_rank(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """The part of a batch ``[b, s]`` that this context-parallel rank holds: ``[b, s / cp]``.
 
-    Megatron's zigzag, by its own function, or ``--longseq-linear-layout contiguous``.
+    Megatron's zigzag, by its own function, or ``--longseq-linear-layout contiguous``. With
+    ``--longseq-sequence-chunks`` each chunk is cut by itself, and a rank has its parts one after
+    the other.
     """
+    chunks = args.longseq_sequence_chunks
+    if chunks > 1 and mpu.get_context_parallel_world_size() > 1:
+        whole = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+        in_chunks = {k: v.unflatten(1, (chunks, -1)).flatten(0, 1) for k, v in whole.items()}
+        parts = _cut_for_ranks(args, in_chunks, args.seq_length // chunks)
+        rows = {k: v.unflatten(0, (-1, chunks)).flatten(1, 2) for k, v in parts.items()}
+        return batch | rows
+    return _cut_for_ranks(args, batch, args.seq_length)
+
+
+def _cut_for_ranks(args: Any, batch: dict[str, Any], length: int) -> dict[str, Any]:
     group = mpu.get_context_parallel_group()
     if args.longseq_linear_layout == "zigzag" or group.size() == 1:
         return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-    rows = contiguous_tokens(group.rank(), group.size(), args.seq_length)
+    rows = contiguous_tokens(group.rank(), group.size(), length)
     part = slice(int(rows[0]), int(rows[-1]) + 1)
     return {
         key: value[:, part].contiguous() if isinstance(value, Tensor) else value

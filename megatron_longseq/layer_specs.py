@@ -21,18 +21,22 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 
 from . import compat
 from .attention_2d.core_attention import TwoDCoreAttentionBuilder
-from .config import ranks_per_node
+from .config import factorisation, ranks_per_node, ring_windows
 from .errors import UserError
 from .external_options import prepare_model_config
 from .lasp.layer import LinearAttention, LinearAttentionSubmodules
 from .lasp.requirements import check_positions, linear_layers, preset_of
 from .lasp.runtime import LinearRuntime
+from .lasp.sequence_chunks import InstallSequenceChunks
+from .memory.recomputed_layer import RecomputedLayer
+from .memory.requirements import take_over_recompute
 from .metp.language_model import InstallMetp
 from .metp.linears import ColumnShardLinear, RowShardLinear
 from .metp.mlp import METPMLPBuilder
@@ -64,6 +68,8 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
       :class:`~megatron_longseq.attention_2d.core_attention.TwoDCoreAttention`;
     * with ``--longseq-tensor-parallel metp`` attention and MLP become METP's, with linear layers
       of this package, and a hook fits embedding and loss of the built model;
+    * with ``--longseq-keep-attention-output`` the layers of a full recompute do it themselves, but
+      for their attention;
     * with ``--longseq-linear-attention`` the layers that ``--linear-attention-freq`` names, or all,
       get :class:`~megatron_longseq.lasp.layer.LinearAttention` for their self attention.
 
@@ -86,11 +92,41 @@ def longseq_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
     if linear:
         # Layers of a kind may share one spec: each gets its own before some of them change.
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        if config.longseq_sequence_chunks > 1:
+            chunked = InstallSequenceChunks(
+                linear_runtime(model_config), config.longseq_sequence_chunks
+            )
+            if chunked not in model_config.pre_wrap_hooks:
+                model_config.pre_wrap_hooks.insert(0, chunked)
         which = linear_layers(config)
         here = [which[layer] for layer in layers_of_stage(config, vp_stage)]
         chosen = [s for s, is_linear in zip(spec.layer_specs, here, strict=True) if is_linear]
         replace_self_attention(chosen, model_config)
-    return edit_layer_spec(spec, model_config)
+    spec = edit_layer_spec(spec, model_config)
+    if config.longseq_keep_attention_output:
+        recompute_layers(spec, config)
+    return spec
+
+
+def recompute_layers(spec: TransformerBlockSubmodules, config: Any) -> None:
+    """Makes the layers of a stage recompute themselves but for their attention, in place.
+
+    Which ones, is what Megatron's block would have recomputed.
+    """
+    method, count = take_over_recompute(config)
+    layers = [copy.deepcopy(layer) for layer in spec.layer_specs]
+    recomputed = len(layers) if method == "uniform" else min(count or 0, len(layers))
+    keeping = round(config.longseq_keep_attention_layers * recomputed)
+    for index, layer in enumerate(layers[:recomputed]):
+        if layer.module is not TransformerLayer:
+            raise UserError(
+                f"--longseq-keep-attention-output: a layer is a {layer.module.__name__}; it knows "
+                "Megatron's TransformerLayer"
+            )
+        layer.module = RecomputedLayer
+        share = config.longseq_keep_attention_tokens if index < keeping else 0.0
+        layer.params = {**(layer.params or {}), "kept_share": share}
+    spec.layer_specs = layers
 
 
 def layers_of_stage(config: Any, vp_stage: int | None) -> list[int]:
@@ -198,9 +234,12 @@ def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
     builder = vars(model_config).get(_SHARED)
     if builder is None:
         config = model_config.transformer
+        split = factorisation(config, config.longseq_head_parallel_size)
         builder = TwoDCoreAttentionBuilder(
             context_parallel_groups(
-                config.context_parallel_size, config.longseq_comm_timeout_seconds
+                config.context_parallel_size,
+                config.longseq_comm_timeout_seconds,
+                ring_windows(config, split).schedule,
             ),
             kernel=config.longseq_attention_kernel,
             timeout_seconds=config.longseq_comm_timeout_seconds,

@@ -1,6 +1,7 @@
 """The ranks each method talks to, built once from Megatron's own groups."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 
 from .communication.collectives import Collectives
 from .communication.groups import GroupPlace
+from .communication.schedule import DoubleRing
 from .errors import UserError
 from .metp.runtime import MetpGroups
 
@@ -21,22 +23,31 @@ class ContextParallelGroups:
         head: the ranks that exchange heads for tokens: neighbours in Megatron's order.
         ring: the ranks among which keys and values circulate, with stride head-parallel.
         gradients: the ring's ranks once more: dK and dV travel beside the next K and V.
+        schedule: of the ring, if it is a double one.
+        lanes: groups of the double ring's lanes: the window of this rank, and the ranks that stand
+            where it stands in the other windows.
     """
 
     head: dist.ProcessGroup | None
     ring: dist.ProcessGroup | None
     gradients: dist.ProcessGroup | None
+    schedule: DoubleRing | None = None
+    lanes: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
 
-def context_parallel_groups(context_parallel: int, timeout_seconds: float) -> ContextParallelGroups:
+def context_parallel_groups(
+    context_parallel: int, timeout_seconds: float, schedule: DoubleRing | None = None
+) -> ContextParallelGroups:
     """Builds the groups of this rank. A collective call of the whole world.
 
     Args:
         context_parallel: ``--context-parallel-size``.
-        timeout_seconds: limit of the waits on the group that is made here.
+        timeout_seconds: limit of the waits on the groups that are made here.
+        schedule: of a double ring.
 
     Megatron has made both dimensions from ``--hierarchical-context-parallel-sizes``, which
-    ``--longseq-head-parallel-size`` sets; only the second group of the ring is new.
+    ``--longseq-head-parallel-size`` sets; only the second group of the ring, and the inner and
+    outer rings of a double one, are new.
 
     Raises:
         UserError: Megatron has no hierarchical groups.
@@ -58,11 +69,27 @@ def context_parallel_groups(context_parallel: int, timeout_seconds: float) -> Co
             f"context-parallel rank {rank} stands at place {place} of head groups x rings: "
             "Megatron orders its hierarchical groups otherwise than it cuts the sequence"
         )
-    gradients = None
+    gradients, lanes = None, {}
     if ring.size() > 1:
         gradients = _second_group(ring, timeout_seconds, "LONGSEQ_RING_GRADIENTS_GROUP")
+    if schedule is not None:
+        ranks = dist.get_process_group_ranks(ring)
+        kinds = zip(
+            (schedule.inner_lane, schedule.outer_lane), schedule.groups(len(ranks)), strict=True
+        )
+        for lane, kind in kinds:
+            mine = next(places for places in kind if ring.rank() in places)
+            lanes[lane] = _group_of(
+                tuple(ranks[place] for place in mine),
+                timeout_seconds,
+                f"LONGSEQ_RING_{lane.upper()}_GROUP",
+            )
     return ContextParallelGroups(
-        head if head.size() > 1 else None, ring if ring.size() > 1 else None, gradients
+        head if head.size() > 1 else None,
+        ring if ring.size() > 1 else None,
+        gradients,
+        schedule,
+        lanes,
     )
 
 
@@ -129,8 +156,13 @@ def linear_groups(tensor: int, ranks_per_node: int, timeout_seconds: float) -> L
 def _second_group(
     group: dist.ProcessGroup, timeout_seconds: float, description: str
 ) -> dist.ProcessGroup:
-    """Another group of the same ranks; every rank of the world makes all of them in one order."""
-    mine = tuple(dist.get_process_group_ranks(group))
+    """Another group of the same ranks."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return _group_of(ranks, timeout_seconds, description)
+
+
+def _group_of(mine: tuple[int, ...], timeout_seconds: float, description: str) -> dist.ProcessGroup:
+    """The group of these ranks; every rank of the world makes those of all ranks in one order."""
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     own = None

@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
-from .config import factorisation
+from .config import factorisation, ring_windows
 from .metp.overlap import LayerShape, describe, gradient_bytes, measure
 from .metp.self_attention import METPSelfAttention
+from .placement import check_nodes, node_of_this_process, placement_lines
 from .softmax.block_kernels import choose_kernel
 
 # Rows longer than this are cut in the middle: a thousand ranks need no thousand numbers.
@@ -29,6 +30,7 @@ def print_report_hook(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """A ``pre_wrap_hook`` of Megatron's model config: prints the report, returns the models."""
     args = get_args()
     groups = describe_groups()  # every rank takes part: it gathers
+    groups += describe_placement(models[0].config)
     groups += describe_overlap(models, args.seq_length, args.micro_batch_size)  # and this measures
     if dist.get_rank() == 0:
         print("\n".join(report_lines(models, groups)), flush=True)
@@ -117,6 +119,38 @@ def describe_groups() -> list[str]:
         if len(mine) > 1:
             lines.append(f"{name} {len(mine)}: {_shown_groups(distinct)}")
     return lines or ["one process, no groups"]
+
+
+def describe_placement(config: Any) -> list[str]:
+    """Who sits where, of 2D attention's groups. Collective.
+
+    Raises:
+        UserError: the groups that should lie close together do not.
+    """
+    context, tensor = config.context_parallel_size, config.tensor_model_parallel_size
+    is_two_d = config.longseq_context_parallel == "2d" and config.longseq_tensor_parallel != "metp"
+    if context == 1 or not is_two_d:
+        return []
+    head, ring = mpu.get_hierarchical_context_parallel_groups()
+    mine = node_of_this_process(), *map(dist.get_process_group_ranks, (head, ring))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    nodes = [node for node, _, _ in everyone]
+    heads, rings = (sorted({tuple(entry[kind]) for entry in everyone}) for kind in (1, 2))
+    close = heads if config.longseq_placement == "head-first" else rings
+    blocks = {
+        tuple(sorted({rank - rank % tensor + t for rank in ranks for t in range(tensor)}))
+        for ranks in close
+    }
+    check_nodes(nodes, sorted(blocks), config.longseq_placement)
+    chosen = ring_windows(config, factorisation(config, config.longseq_head_parallel_size))
+    schedule = chosen.schedule
+    lines = [f"{config.longseq_placement}; ring: {'double' if schedule else 'single'}, "]
+    lines[0] += chosen.reason
+    if len(set(nodes)) == 1:
+        return lines  # one machine: everything is close
+    inner = schedule.groups(ring.size())[0] if schedule is not None else []
+    return lines + placement_lines(nodes, heads, rings, inner)
 
 
 def describe_overlap(models: list[torch.nn.Module], seq_length: int, micro_batch: int) -> list[str]:

@@ -48,6 +48,16 @@ class Rectangle:
     keys: slice
     causal: bool
 
+    def up_to(self, rows: int) -> "Rectangle | None":
+        """The part of it in the first ``rows`` query rows; ``None`` if there is none."""
+        left = min(self.queries.stop, rows) - self.queries.start
+        if left <= 0:
+            return None
+        queries = slice(self.queries.start, self.queries.start + left)
+        # Query row i of a causal square sees its keys 0 .. i.
+        keys = slice(self.keys.start, self.keys.start + left) if self.causal else self.keys
+        return Rectangle(queries, keys, self.causal)
+
 
 def zigzag_tokens(rank: int, ranks: int, total: int) -> Tensor:
     """Global indices of the tokens of ``rank``, in its local order: int64 ``[total / ranks]``.

@@ -15,6 +15,7 @@ Kept for the backward, per rank: q, k, v and out after the exchange, and the log
 sent: :mod:`.traffic`.
 """
 
+from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
@@ -26,9 +27,12 @@ from torch.autograd.function import once_differentiable
 from ..communication.agreement import GridAgreement
 from ..communication.all_to_all import HeadExchange
 from ..communication.buffers import BufferPool
+from ..communication.groups import GroupPlace
 from ..communication.ring import Ring
+from ..communication.schedule import DoubleRing, Schedule
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
-from ..errors import UserError
+from ..errors import UserError, divisors, nearest_values
+from ..memory.keep_attention import keep_rows_or_compute
 from ..softmax.block_kernels import BlockKernel, choose_kernel
 from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
 from .inputs import check_inputs, describe_inputs
@@ -47,6 +51,10 @@ class TwoDAttention:
             one rank. Rank ``c * hp + h`` of the sequence has place h and ring position c.
         gradient_group: a second group of the ring's ranks, on which dK and dV travel; over NCCL
             they then overlap with K and V.
+        schedule: who sends which block to whom in the ring: a single ring if not given, or a
+            :class:`~megatron_longseq.communication.DoubleRing`.
+        lane_groups: groups for the lanes of the schedule, by lane, that share the ring's otherwise;
+            over NCCL lanes on groups of their own are in flight side by side.
         buffers: a pool to share with other operators; an own one if not given.
         timeout_seconds: limit of every wait. NCCL waits on the GPU, not on the host: there the
             limit given to the process group when it was made applies.
@@ -65,6 +73,8 @@ class TwoDAttention:
         ring_group: dist.ProcessGroup | None,
         *,
         gradient_group: dist.ProcessGroup | None = None,
+        schedule: Schedule | None = None,
+        lane_groups: Mapping[str, dist.ProcessGroup] | None = None,
         buffers: BufferPool | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         gradient_dtype: torch.dtype | None = None,
@@ -80,11 +90,16 @@ class TwoDAttention:
         self.ring = Ring(
             ring_group,
             self.buffers,
-            lane_groups={"gradients": gradient_group} if gradient_group is not None else None,
+            schedule=schedule,
+            lane_groups={
+                **(lane_groups or {}),
+                **({"gradients": gradient_group} if gradient_group is not None else {}),
+            },
             timeout_seconds=timeout_seconds,
             gradient_dtype=gradient_dtype,
             staging=staging,
         )
+        self._schedule = schedule
         self._agreement = GridAgreement(self.heads.place, self.ring.place, timeout_seconds)
         self._check_agreement = check_agreement
         if check_agreement:
@@ -137,6 +152,7 @@ class TwoDAttention:
                     "causal": causal,
                     "softmax_scale": softmax_scale,
                     "kernel": chosen.name if chosen else kernel,
+                    "schedule": self._schedule or "single ring",
                     "problem": problem or "none",
                 }
             )
@@ -156,6 +172,7 @@ def two_d_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     kernel: str = "auto",
+    window_size: int | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     buffers: BufferPool | None = None,
 ) -> Tensor:
@@ -176,6 +193,8 @@ def two_d_attention(
         softmax_scale: factor of the scores; ``d ** -0.5`` if not given.
         kernel: ``"aten"``, ``"flash"``, ``"reference"``, or ``"auto"``; see
             :mod:`..softmax.block_kernels`.
+        window_size: ranks of the inner rings of a double ring; divides the ring's size. A single
+            ring if not given.
         timeout_seconds: limit of every wait; see :class:`TwoDAttention`.
         buffers: receive buffers to keep from call to call.
 
@@ -191,8 +210,21 @@ def two_d_attention(
         LoongTrain, arXiv 2406.18485. Token order, way home of dK and dV, and merge: see
         ``docs/attention-2d-operator.md``.
     """
+    schedule = None
+    if window_size is not None:
+        size = GroupPlace.of(ring_group).size
+        if window_size < 1 or size % window_size:
+            raise UserError(
+                f"window_size={window_size}: must divide the ring's size {size}; nearest: "
+                f"{nearest_values(window_size, divisors(size))}"
+            )
+        schedule = DoubleRing(window_size)
     operator = TwoDAttention(
-        head_group, ring_group, buffers=buffers, timeout_seconds=timeout_seconds
+        head_group,
+        ring_group,
+        schedule=schedule,
+        buffers=buffers,
+        timeout_seconds=timeout_seconds,
     )
     return operator(query, key, value, causal=causal, softmax_scale=softmax_scale, kernel=kernel)
 
@@ -211,8 +243,18 @@ class _TwoDAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         copies = operator.copies(key)
         q, k, v = operator.heads.to_heads(query, key, value, copies=(1, copies, copies))
-        out, lse = ring_attention_forward(
-            q, k, v, ring=operator.ring, kernel=kernel, causal=causal, scale=scale
+        out, lse = keep_rows_or_compute(
+            lambda rows: ring_attention_forward(
+                q,
+                k,
+                v,
+                ring=operator.ring,
+                kernel=kernel,
+                causal=causal,
+                scale=scale,
+                query_rows=rows,
+            ),
+            q.shape[0],
         )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.operator, ctx.kernel, ctx.copies = operator, kernel, copies

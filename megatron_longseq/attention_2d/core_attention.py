@@ -39,6 +39,8 @@ class TwoDCoreAttentionBuilder:
             groups.head,
             groups.ring,
             gradient_group=groups.gradients,
+            schedule=groups.schedule,
+            lane_groups=groups.lanes,
             timeout_seconds=timeout_seconds,
             # All ranks have read the same flags; comparing shapes at every call of every layer
             # would stop a GPU each time.

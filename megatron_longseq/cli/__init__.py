@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 
-COMMANDS = ("train", "prepare_data", "verify", "demo", "doctor", "patch")
+COMMANDS = ("train", "generate", "prepare_data", "verify", "demo", "doctor", "patch")
 USER_ERROR_EXIT_CODE = 2
 
 

@@ -20,6 +20,7 @@ from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Channel, Message, Staging, Stream
 from ..errors import UserError
+from ..memory.keep_attention import keep_or_compute
 from ..token_layout import Layout, SegmentChain
 
 HALO = Stream("convolution halo", 5)
@@ -182,8 +183,12 @@ class _Extend(torch.autograd.Function):
         if chain.length == 1 or halo == 0:
             before = segments.new_zeros(*segments.shape[:2], halo, segments.shape[3])
         else:
-            before = convolution.pass_on(segments[:, :, length - halo :])
+            # Where a layer is recomputed its halo may have been kept: then it is not passed again.
+            (before,) = keep_or_compute(
+                lambda: (convolution.pass_on(segments[:, :, length - halo :]),)
+            )
         if initial_rows is not None and ctx.first is not None:
+            before = before.clone()
             before[:, ctx.first] = initial_rows
         return torch.cat((before, segments), 2)
 

@@ -250,6 +250,9 @@ class LinearAttention(MegatronModule):
             packed_seq_params=packed_seq_params,
             attention_bias=attention_bias,
         )
+        passage = self.runtime.passage
+        if passage is not None:
+            state, output_state = passage.entering.get(self.layer_number), True
         projected, _ = self.in_proj(hidden_states)
         decay = None if self.decay is None else self.decay(hidden_states)
         rows = None if state is None else state.rows
@@ -271,6 +274,9 @@ class LinearAttention(MegatronModule):
             causal=self.causal,
         )
         result = self.out_proj(self._rebuilt(self._output, out, gate))
+        if passage is not None:
+            passage.leaving[self.layer_number] = LinearState(recurrent, rows)
+            return result
         return (*result, LinearState(recurrent, rows)) if output_state else result
 
     def _rebuilt(self, function: Callable, *arguments: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..communication.collectives import Collectives
 from ..communication.scan import Scan
+from ..memory.keep_attention import keep_or_compute
 from .chunk_kernels import ChunkKernel
 from .segments import Segments
 
@@ -127,16 +128,28 @@ class LinearAttentionFunction(torch.autograd.Function):
             out, after = plan.kernel.intra(segments, dtype=plan.out_dtype, state=entering)
             final = plan.final_everywhere(after) if plan.output_final_state else None
         else:
-            scan = plan.scan.start(
-                plan.kernel.summary(segments),
-                reverse=plan.reverse,
-                initial_state=None if entering is None else entering[:, plan.first],
-                total="everywhere" if plan.output_final_state else "none",
-                hidden_seconds=plan.hidden_seconds(segments.intra_flops),
-            )
-            out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
-            scanned = scan.wait()
-            entering, final = torch.stack(scanned.states, 1), scanned.total
+            out: Tensor | None = None
+
+            def scanned_states() -> tuple[Tensor, ...]:
+                nonlocal out
+                scan = plan.scan.start(
+                    plan.kernel.summary(segments),
+                    reverse=plan.reverse,
+                    initial_state=None if entering is None else entering[:, plan.first],
+                    total="everywhere" if plan.output_final_state else "none",
+                    hidden_seconds=plan.hidden_seconds(segments.intra_flops),
+                )
+                # What no state is needed for, while the states travel.
+                out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
+                scanned = scan.wait()
+                states = torch.stack(scanned.states, 1)
+                return (states,) if scanned.total is None else (states, scanned.total)
+
+            # Where a layer is recomputed its states may have been kept: then none travel again.
+            entering, *total = keep_or_compute(scanned_states)
+            final = total[0] if total else None
+            if out is None:
+                out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
             plan.kernel.apply(segments, out, entering)
         ctx.save_for_backward(query, key, value, log_decay, beta, entering)
         ctx.plan, ctx.device_type = plan, query.device.type

@@ -19,7 +19,12 @@ MODEL_OPTIONS = (
     "longseq_output_norm",
     "longseq_output_gate",
 )
-RUN_OPTIONS = ("longseq_scan", "longseq_linear_layout", "longseq_linear_backend")
+RUN_OPTIONS = (
+    "longseq_scan",
+    "longseq_linear_layout",
+    "longseq_linear_backend",
+    "longseq_sequence_chunks",
+)
 
 # Megatron's own sizes of linear layers. Without a value they are those of softmax attention.
 SIZES = (
@@ -70,6 +75,36 @@ SOFTMAX_ONLY = (
     unsupported("qk_clip", _NO_SOFTMAX),
     unsupported("attention_output_gate", _NO_SOFTMAX),
     unsupported("longseq_context_parallel", _NO_SOFTMAX, "megatron"),
+)
+
+# What a loop over the chunks of a sequence does not work with.
+NOT_IN_CHUNKS = (
+    unsupported(
+        "pipeline_model_parallel_size",
+        "a pipeline passes micro-batches on, and the loop over chunks stands in one stage's "
+        "forward; use 1",
+        1,
+    ),
+    unsupported(
+        "recompute_granularity",
+        "backward computes every chunk's forward again anyway; leave it out, or use selective",
+        refuses=lambda value: value == "full",
+    ),
+    unsupported(
+        "hidden_dropout",
+        "the second forward of a chunk would draw other numbers; use 0",
+        0.0,
+    ),
+    *(
+        unsupported(
+            name,
+            "the auxiliary losses of experts count the tokens of a whole micro-batch; leave it out",
+            None,
+            flag="--num-experts",
+            config_only=name == "num_moe_experts",
+        )
+        for name in ("num_experts", "num_moe_experts")
+    ),
 )
 
 
@@ -159,6 +194,21 @@ def check_linear(config: Any) -> None:
     context = config.context_parallel_size
     if softmax and context > 1:
         _check_softmax_layers(config, context)
+    _check_chunks(config, softmax)
+
+
+def _check_chunks(config: Any, softmax: bool) -> None:
+    chunks = config.longseq_sequence_chunks
+    if chunks == 1:
+        return
+    method = f"--longseq-sequence-chunks {chunks}"
+    if softmax:
+        raise UserError(
+            f"{method}: --linear-attention-freq {config.linear_attention_freq} leaves layers of "
+            "softmax attention, which need the keys and values of all earlier chunks; use linear "
+            "layers alone, or --longseq-sequence-chunks 1"
+        )
+    check_unsupported(config, NOT_IN_CHUNKS, method)
 
 
 def _check_heads(config: Any) -> None:
@@ -235,17 +285,34 @@ def check_positions(config: Any, embedding: str, rotary_percent: float) -> None:
 
 
 def check_length(args: Any) -> None:
-    """Checks that a convolution's window does not reach over a whole segment.
+    """Checks that a sequence splits into its chunks and segments, and that none is too short.
 
     Raises:
-        UserError: it does; names the shortest sequence that works.
+        UserError: naming what works.
     """
-    preset, context = preset_of(args), args.context_parallel_size
-    if preset is None or not preset.convolution or context == 1 or args.seq_length is None:
+    preset, context, chunks = (
+        preset_of(args),
+        args.context_parallel_size,
+        args.longseq_sequence_chunks,
+    )
+    if preset is None or args.seq_length is None:
         return
-    segments = context * (1 if args.longseq_linear_layout == "contiguous" else 2)
+    segments = chunks
+    if context > 1:
+        segments *= context * (1 if args.longseq_linear_layout == "contiguous" else 2)
+    if chunks > 1 and args.seq_length % segments:
+        usable = [
+            k
+            for k in range(1, args.seq_length + 1)
+            if args.seq_length % (segments // chunks * k) == 0
+        ]
+        raise UserError(
+            f"--longseq-sequence-chunks {chunks}: --seq-length {args.seq_length} is no multiple of "
+            f"{segments} = chunks x {segments // chunks} segments of a chunk; nearest: "
+            f"{nearest_values(chunks, usable)}"
+        )
     halo = args.linear_conv_kernel_dim - 1
-    if args.seq_length // segments < halo:
+    if preset.convolution and segments > 1 and args.seq_length // segments < halo:
         raise UserError(
             f"--seq-length {args.seq_length}: {FLAG} {preset.name} convolves over "
             f"{halo + 1} tokens, and each of {segments} segments must have {halo}; use at least "
@@ -254,15 +321,23 @@ def check_length(args: Any) -> None:
 
 
 def check_own_batches(config: Any, where: str) -> None:
-    """Refuses contiguous batches where this package does not cut them.
+    """Refuses what this package alone cuts batches for, where others cut them.
 
     Args:
         where: who cuts them.
 
     Raises:
-        UserError: the layout is contiguous and there are ranks to cut for.
+        UserError: there are ranks to cut for, and the layout is contiguous or has chunks.
     """
-    if config.longseq_linear_layout == "contiguous" and config.context_parallel_size > 1:
+    if config.context_parallel_size == 1:
+        return
+    if config.longseq_sequence_chunks > 1:
+        raise UserError(
+            f"--longseq-sequence-chunks {config.longseq_sequence_chunks}: {where} cuts whole "
+            "sequences for the context-parallel ranks; use -m megatron_longseq.pretrain_gpt, or "
+            "--context-parallel-size 1"
+        )
+    if config.longseq_linear_layout == "contiguous":
         raise UserError(
             f"--longseq-linear-layout contiguous: {where} cuts batches in Megatron's zigzag; use "
             "--longseq-linear-layout zigzag, or -m megatron_longseq.pretrain_gpt"

@@ -3,6 +3,9 @@
 Plain PyTorch over process groups; the layers that know Megatron ask it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,6 +31,21 @@ class LinearState(NamedTuple):
 
     recurrent: Tensor
     rows: Tensor | None
+
+
+@dataclass
+class Passage:
+    """States that enter the layers of a model with some tokens, and those they leave behind.
+
+    Attributes:
+        entering: by layer number; none for a layer: zeros.
+        first_token: place of the first of these tokens in their sequence.
+        leaving: filled by the layers.
+    """
+
+    entering: dict[int, LinearState]
+    first_token: int
+    leaving: dict[int, LinearState] = field(default_factory=dict)
 
 
 class LinearRuntime:
@@ -78,6 +96,21 @@ class LinearRuntime:
         )
         self.convolution = CausalConvolution(group, layout=layout, timeout_seconds=timeout_seconds)
         self.timeout_seconds = timeout_seconds
+        # Set while a model's forward runs that continues other tokens: see `carrying`.
+        self.passage: Passage | None = None
+
+    @contextmanager
+    def carrying(self, passage: Passage) -> Iterator[Passage]:
+        """While it lasts, layers start from the passage's states and leave theirs in it.
+
+        Between Megatron's model and its layers there is no other way for them: what a layer is
+        given is fixed by Megatron's blocks.
+        """
+        before, self.passage = self.passage, passage
+        try:
+            yield passage
+        finally:
+            self.passage = before
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearRuntime":
         # Megatron copies specs; groups and buffers are one for all copies.
@@ -91,3 +124,23 @@ class LinearRuntime:
         decay = None if preset.decay == "none" else wide(key) if preset.per_channel else gate
         segments = Segments(key, key, value, decay, gate if preset.beta else None)
         return choose_kernel(self.backend, segments).name
+
+
+def follow_positions(model: Any, runtime: LinearRuntime) -> None:
+    """Lets the rotary embedding of Megatron's model begin where the passage under way begins."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None:
+        rotary.register_forward_pre_hook(_Offset(runtime), with_kwargs=True)
+
+
+class _Offset:
+    """A forward hook of Megatron's rotary embedding: the position of its first row."""
+
+    def __init__(self, runtime: LinearRuntime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, _module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        passage = self.runtime.passage
+        if passage is None or not passage.first_token:
+            return args, kwargs
+        return args, {**kwargs, "offset": passage.first_token}

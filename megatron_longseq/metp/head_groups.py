@@ -34,6 +34,7 @@ from torch.nn.functional import linear
 from ..communication.buffers import BufferPool
 from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
+from ..memory.keep_attention import keep_or_compute
 from ..softmax.block_kernels import BlockKernel
 from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
 from .lockstep import OwnerReduce, ShardBroadcast
@@ -162,35 +163,15 @@ class _HeadGroupFunction(torch.autograd.Function):
         heads: HeadGroups,
         *parameters: Tensor,
     ) -> Tensor:
-        columns = projection.shape[1]
-        total = x.new_empty(
-            x.shape[0] * x.shape[1], projection.shape[0], dtype=accumulation_dtype(x.dtype)
+        # Where a layer is recomputed this may have been kept: then nothing circulates again.
+        total, *kept = keep_or_compute(
+            lambda: _attend(x, qkv_weight, qkv_bias, projection, operator, heads)
         )
-        outputs: list[Tensor] = []
-        sums: list[Tensor] = []
-        shard = _shard(qkv_weight, qkv_bias, projection)
-        for first, shards in operator.shards.visit(*shard, per_step=heads.per_step):
-            query, key, value = heads.to_heads(_mixed(x, shards, qkv_bias))
-            out, lse = ring_attention_forward(
-                query,
-                key,
-                value,
-                ring=operator.kv_ring,
-                kernel=heads.kernel,
-                causal=heads.causal,
-                scale=heads.scale,
-            )
-            del query, key, value
-            flat = out.reshape(total.shape[0], -1)
-            for index, (*_, weight) in enumerate(shards):
-                part = flat[:, index * columns : (index + 1) * columns]
-                add_product(total, part, weight.t(), first=first + index == 0)
-            outputs.append(out)
-            sums.append(lse)
+        outputs, sums = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         # The input as it came: Megatron's norm recompute frees and refills its very storage.
         ctx.save_for_backward(x, qkv_weight, qkv_bias, projection, *outputs, *sums)
         ctx.operator, ctx.heads, ctx.steps = operator, heads, len(outputs)
-        return total.to(x.dtype).view(*x.shape[:2], -1)
+        return total.view(*x.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
@@ -265,6 +246,43 @@ class _HeadGroupFunction(torch.autograd.Function):
                 for parameter, need in zip(heads.parameters, needed[6:], strict=True)
             ),
         )
+
+
+def _attend(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    projection: Tensor,
+    operator: HeadGroupAttention,
+    heads: HeadGroups,
+) -> tuple[Tensor, ...]:
+    """The projected output ``[rows b, h]``; attention's output, then its log-sum-exp, per step."""
+    columns = projection.shape[1]
+    total = x.new_empty(
+        x.shape[0] * x.shape[1], projection.shape[0], dtype=accumulation_dtype(x.dtype)
+    )
+    outputs: list[Tensor] = []
+    sums: list[Tensor] = []
+    shard = _shard(qkv_weight, qkv_bias, projection)
+    for first, shards in operator.shards.visit(*shard, per_step=heads.per_step):
+        query, key, value = heads.to_heads(_mixed(x, shards, qkv_bias))
+        out, lse = ring_attention_forward(
+            query,
+            key,
+            value,
+            ring=operator.kv_ring,
+            kernel=heads.kernel,
+            causal=heads.causal,
+            scale=heads.scale,
+        )
+        del query, key, value
+        flat = out.reshape(total.shape[0], -1)
+        for index, (*_, weight) in enumerate(shards):
+            part = flat[:, index * columns : (index + 1) * columns]
+            add_product(total, part, weight.t(), first=first + index == 0)
+        outputs.append(out)
+        sums.append(lse)
+    return total.to(x.dtype), *outputs, *sums
 
 
 def _shard(qkv_weight: Tensor, qkv_bias: Tensor | None, projection: Tensor) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..communication.ring import Ring, accumulation_dtype
+from ..memory.keep_attention import keep_rows_or_compute
 from ..token_layout import ZigzagGrid
 from .block_kernels import BlockKernel
 from .online_softmax import OnlineSoftmax
@@ -48,7 +49,10 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         how: dict[str, Any] = {"ring": ring, "kernel": kernel, "causal": causal, "scale": scale}
-        out, lse = ring_attention_forward(query, key, value, **how)
+        out, lse = keep_rows_or_compute(
+            lambda rows: ring_attention_forward(query, key, value, query_rows=rows, **how),
+            query.shape[0],
+        )
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.how = how
         return out
@@ -69,6 +73,7 @@ def ring_attention_forward(
     kernel: BlockKernel,
     causal: bool,
     scale: float,
+    query_rows: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys and values of all ranks of the ring.
 
@@ -77,6 +82,7 @@ def ring_attention_forward(
         key, value: ``[rows, b, g, d]`` and ``[rows, b, g, dv]``, likewise.
         causal: a token sees itself and what comes before it; otherwise everything.
         scale: factor of the scores.
+        query_rows: the first rows alone, ``slice(0, n)``; all if not given. The same on all ranks.
 
     Returns:
         The output ``[rows, b, a, dv]`` in the dtype of the query, and the log-sum-exp
@@ -84,8 +90,9 @@ def ring_attention_forward(
     """
     layout = ZigzagGrid(1, ring.size)
     rows, batch, heads, _ = query.shape
+    wanted = rows if query_rows is None else query_rows.stop
     softmax = OnlineSoftmax(
-        rows,
+        wanted,
         batch,
         heads,
         value.shape[3],
@@ -94,6 +101,9 @@ def ring_attention_forward(
     )
     for owner, (k, v) in ring.circulate(key, value):
         for part in layout.block_mask(ring.position, owner, rows, causal=causal):
+            part = part.up_to(wanted)
+            if part is None:
+                continue
             out, lse = kernel.forward(
                 query[part.queries], k[part.keys], v[part.keys], causal=part.causal, scale=scale
             )

@@ -8,6 +8,7 @@ reductions), every parameter after the last step.
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,7 @@ class CapturedTraining(GPTTraining):
         self._micro_batches = [0]
         self._current_batch = 0
         self._module_order: dict[str, tuple[int, int]] = {}
-        self._recorded: set[tuple[str, int]] = set()
+        self._recorded: Counter[tuple[str, int]] = Counter()
 
     # --- hooks of Megatron's model config -----------------------------------------------------
 
@@ -198,15 +199,17 @@ class CapturedTraining(GPTTraining):
             # a part of the columns.
             sequence_parallel = False
             column, width = mpu.get_tensor_model_parallel_rank() * tensor.shape[2], tensor.shape[2]
-        positions = local_positions(args, sequence_parallel=sequence_parallel)
-        if tensor.shape[2] != width or tensor.shape[0] != len(positions):
+        chunks = local_positions(args, sequence_parallel=sequence_parallel)
+        if tensor.shape[2] != width or tensor.shape[0] != len(chunks[0]):
             return
         order = self._module_order.setdefault(name, (stage, len(self._module_order)))
         for row in range(args.micro_batch_size):
             sample = self._sample(row)
-            if (name, sample) in self._recorded:
+            chunk = self._recorded[name, sample]
+            if chunk == len(chunks):
                 continue  # a recomputation in backward runs the module again
-            self._recorded.add((name, sample))
+            self._recorded[name, sample] += 1
+            positions = chunks[chunk]
             data = tensor[:, row].double().clone()
             self.capture.outputs.append(OutputPiece(name, order, sample, positions, column, data))
 
@@ -260,18 +263,20 @@ class RandomTokens(torch.utils.data.Dataset):
         }
 
 
-def local_positions(args: Any, *, sequence_parallel: bool) -> Tensor:
-    """Positions in the sequence of the rows of a hidden state on this rank.
+def local_positions(args: Any, *, sequence_parallel: bool) -> list[Tensor]:
+    """Positions in the sequence of the rows of a hidden state on this rank, chunk by chunk.
 
-    Asks the function that cuts the batches for the context-parallel part.
+    Asks the function that cuts the batches for the context-parallel part. One chunk without
+    ``--longseq-sequence-chunks``.
     """
     whole = {"position_ids": torch.arange(args.seq_length)[None]}
-    positions = tokens_of_this_rank(args, whole)["position_ids"][0]
+    chunks = tokens_of_this_rank(args, whole)["position_ids"][0].chunk(args.longseq_sequence_chunks)
     ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if args.longseq_tensor_parallel == "metp":
+        (positions,) = chunks
         order = [zigzag_tokens(each, ranks, len(positions)) for each in range(ranks)]
-        return positions[order[rank] if sequence_parallel else torch.cat(order)]
-    return positions.chunk(ranks)[rank] if sequence_parallel else positions
+        return [positions[order[rank] if sequence_parallel else torch.cat(order)]]
+    return [chunk.chunk(ranks)[rank] if sequence_parallel else chunk for chunk in chunks]
 
 
 def global_module_name(model: torch.nn.Module, name: str) -> str:

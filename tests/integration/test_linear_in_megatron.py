@@ -73,6 +73,26 @@ LAYOUTS = {
         2,
         f"{CP} 2 --use-distributed-optimizer",
     ),
+    "chunks, convolved, distributed optimizer": (
+        "kda",
+        2,
+        f"{CP} 2 --longseq-sequence-chunks 3 {ZERO}",
+    ),
+    "chunks, contiguous, tensor parallel, selective": (
+        "gdn",
+        4,
+        f"{SP} {CP} 2 --longseq-sequence-chunks 2 {CONTIGUOUS} {SELECTIVE}",
+    ),
+    "chunks, rotary positions": (
+        "retention --position-embedding-type rope",
+        2,
+        f"{CP} 2 --longseq-sequence-chunks 4",
+    ),
+    "chunks, one rank, tied weights, learned positions": (
+        "linear --position-embedding-type learned_absolute",
+        1,
+        "--longseq-sequence-chunks 8",
+    ),
     "hybrid, tensor parallel": (HYBRID, 2, SP),
     "hybrid, both": (HYBRID, 4, BOTH),
     "hybrid, four context ranks, tensor parallel": (HYBRID, 8, f"{SP} {CP} 4"),

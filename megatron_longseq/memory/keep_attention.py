@@ -1,0 +1,117 @@
+"""Selective Checkpoint++: recompute a layer in backward, but for what its attention has computed.
+
+A checkpoint runs a function twice: once without keeping anything, and again in backward. Between
+the two runs of one call, an operator may keep results that cost much to compute and little to hold:
+
+    kept = Kept(function)           one per call of a checkpoint
+    checkpoint(kept, ...)           first run: `keep_or_compute` computes and keeps
+                                    second run: it returns what was kept, in the same order
+
+An operator asks :func:`keep_or_compute`; outside of any such function it simply computes. There is
+no index of layers and no flag of the process, so any number of calls may be in flight, in any
+order, as pipelines have them; what is kept dies with the call.
+
+Source: LoongTrain, arXiv 2406.18485 (Selective Checkpoint++).
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CURRENT: ContextVar["Kept | None"] = ContextVar("longseq_kept", default=None)
+
+
+class Kept:
+    """A function for a checkpoint, with what its first run keeps for the second.
+
+    Args:
+        function: what the checkpoint is to run.
+        share: of its rows that an operator which can tell rows apart keeps, from 0 to 1.
+    """
+
+    def __init__(self, function: Callable[..., Any], share: float = 1.0) -> None:
+        self._function = function
+        self.share = share
+        self.recording = True
+        self._runs = 0
+        self._items: list[tuple[Tensor, ...]] = []
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function; the first time it keeps, then it gives back."""
+        self.recording = self._runs == 0
+        self._runs += 1
+        if self.recording:
+            self._items.clear()
+        token = _CURRENT.set(self)
+        try:
+            return self._function(*args)
+        finally:
+            # Also where a checkpoint ends its second run early, by an exception of its own.
+            _CURRENT.reset(token)
+
+    def keep(self, tensors: tuple[Tensor, ...]) -> None:
+        """Holds the results of one operator until the second run."""
+        self._items.append(tuple(tensor.detach() for tensor in tensors))
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The results of the next operator, which are then held here no longer.
+
+        Raises:
+            RuntimeError: the second run calls operators that the first one did not.
+        """
+        if not self._items:
+            raise RuntimeError(
+                "a recomputed layer asks for more results than its first run has kept: it must "
+                "run the same operators in the same order"
+            )
+        return self._items.pop(0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the tensors that are held."""
+        return sum(t.numel() * t.element_size() for item in self._items for t in item)
+
+
+def keep_or_compute(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Results of an operator: computed, or what the first run of a checkpoint has kept of them.
+
+    Called inside an autograd function's forward, where no gradients are recorded.
+    """
+    current = _CURRENT.get()
+    if current is None:
+        return compute()
+    if not current.recording:
+        return current.take()
+    results = compute()
+    current.keep(results)
+    return results
+
+
+def keep_rows_or_compute(
+    compute: Callable[[slice], tuple[Tensor, Tensor]], rows: int
+) -> tuple[Tensor, Tensor]:
+    """As :func:`keep_or_compute`, for an operator that can compute some rows by themselves.
+
+    Args:
+        compute: from rows (of its result's dimension 0) to ``out [rows, ..]`` and
+            ``lse [.., rows]``.
+        rows: in all. The last ones are kept: under a causal mask they cost most.
+    """
+    current = _CURRENT.get()
+    if current is None or current.share >= 1:
+        out, lse = keep_or_compute(lambda: compute(slice(0, rows)))
+        return out, lse
+    first = rows - round(current.share * rows)
+    if current.recording:
+        out, lse = compute(slice(0, rows))
+        # Copies: a slice would hold the whole.
+        current.keep((out[first:].clone(), lse[..., first:].clone()))
+        return out, lse
+    late_out, late_lse = current.take()
+    if first == 0:
+        return late_out, late_lse
+    early_out, early_lse = compute(slice(0, first))
+    return torch.cat((early_out, late_out)), torch.cat((early_lse, late_lse), -1)
