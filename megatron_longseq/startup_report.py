@@ -16,6 +16,7 @@ from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
 from .config import factorisation, ring_windows
+from .memory.recomputed_layer import RecomputedLayer
 from .metp.overlap import LayerShape, describe, gradient_bytes, measure
 from .metp.self_attention import METPSelfAttention
 from .placement import check_nodes, node_of_this_process, placement_lines
@@ -74,11 +75,14 @@ def _layer_kind(layer: TransformerLayer) -> tuple[str, ...]:
     method = _described(attention, "attention")
     if core is not None and not hasattr(attention, "describe"):
         method += f" with {describe_kernel(core)}"
-    return (
+    kind = [
         method,
         _described(layer.mlp, "MLP"),
         f"norm {type(layer.input_layernorm).__name__}",
-    )
+    ]
+    if isinstance(layer, RecomputedLayer):
+        kind.append(layer.describe_recompute())
+    return tuple(kind)
 
 
 def _described(module: torch.nn.Module, what: str) -> str:

@@ -39,3 +39,10 @@ class RecomputedLayer(TransformerLayer):
         return tensor_parallel.checkpoint(
             function, self.config.distribute_saved_activations, hidden_states
         )
+
+    def describe_recompute(self) -> str:
+        """For the start-up lines: what is kept."""
+        if self.kept_share == 0:
+            return "recomputed"
+        share = "" if self.kept_share == 1 else f", {self.kept_share:.0%} of its rows"
+        return f"recomputed but for its attention{share}"

@@ -40,7 +40,10 @@ def check_keep_attention(config: Any) -> None:
     if getattr(config, "longseq_own_recompute", None) is not None:
         return  # has been checked, and taken over, before
     check_unsupported(config, UNSUPPORTED, FLAG)
-    if config.longseq_context_parallel == "megatron" and config.longseq_linear_attention == "none":
+    stock = ("longseq_context_parallel", "longseq_tensor_parallel")
+    if config.longseq_linear_attention == "none" and all(
+        getattr(config, name) == "megatron" for name in stock
+    ):
         raise UserError(
             f"{FLAG}: keeps what this package's attention has computed, and all layers are "
             "Megatron's; add --longseq-context-parallel 2d, --longseq-tensor-parallel metp or "
