@@ -30,6 +30,7 @@ ACCEPTED = {
     "hybrid, one rank": (f"{HYBRID} {ROPE}", 1),
     "hybrid, split": (f"{HYBRID} {ROPE} {CP} 2 --longseq-context-parallel 2d", 2),
     "a pattern": (f"{LINEAR} linear --linear-attention-freq [1,0,1,0]", 1),
+    "chunks": (f"{LINEAR} gdn {CP} 2 --longseq-sequence-chunks 4", 2),
     "sizes": (f"{LINEAR} gdn --linear-num-key-heads 2 --linear-num-value-heads 6", 1),
 }
 
@@ -134,6 +135,48 @@ REFUSED = {
         1,
         ["--group-query-attention", "--linear-num-key-heads"],
     ),
+    "chunks without a model": (
+        "--longseq-sequence-chunks 2",
+        1,
+        ["--longseq-sequence-chunks 2", "no effect without --longseq-linear-attention"],
+    ),
+    "no chunk": (f"{LINEAR} gla --longseq-sequence-chunks 0", 1, ["at least 1"]),
+    "chunks that do not divide the sequence": (
+        f"{LINEAR} gla {CP} 2 --longseq-sequence-chunks 5",
+        2,
+        ["--longseq-sequence-chunks 5", "--seq-length 64", "20 = chunks x 4", "[1, 2, 4, 8]"],
+    ),
+    "chunks shorter than a window": (
+        f"{LINEAR} gdn {CP} 4 --longseq-sequence-chunks 4",
+        4,
+        ["--seq-length 64", "32 segments", "at least 96"],
+    ),
+    "chunks with softmax layers": (
+        f"{HYBRID} {ROPE} --longseq-sequence-chunks 2",
+        1,
+        ["--longseq-sequence-chunks 2", "--linear-attention-freq 4", "keys and values"],
+    ),
+    "chunks in a pipeline": (
+        f"{LINEAR} gla --pipeline-model-parallel-size 2 --longseq-sequence-chunks 2",
+        2,
+        ["--pipeline-model-parallel-size 2", "one stage's forward"],
+    ),
+    "chunks recomputed once more": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        1,
+        ["--recompute-granularity full", "leave it out"],
+    ),
+    "chunks with dropout": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --hidden-dropout 0.1",
+        1,
+        ["--hidden-dropout 0.1", "use 0"],
+    ),
+    "chunks with experts": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --num-experts 2 --disable-bias-linear",
+        1,
+        ["--num-experts 2", "auxiliary losses"],
+    ),
     "norms of softmax attention": (f"{LINEAR} gdn --qk-layernorm", 1, ["--qk-layernorm"]),
 }
 
@@ -175,6 +218,7 @@ def configs():
         return LongSeqTransformerConfig(**given, transformer_impl="local", **more)
 
     gdn = {"longseq_linear_attention": "gdn"}
+    chunked = gdn | {"longseq_sequence_chunks": 2, "hidden_dropout": 0.0}
     plain, linear = build(), build(**gdn)
     sizes = plain.linear_num_key_heads, plain.linear_key_head_dim
     split = build(**gdn, context_parallel_size=2, longseq_linear_layout="contiguous")
@@ -184,6 +228,8 @@ def configs():
         answer(lambda: build(**gdn, linear_num_key_heads=3, linear_num_value_heads=4)),
         answer(lambda: build(**gdn, longseq_output_norm="denominator")),
         answer(lambda: check_own_batches(split, "the trainer")),
+        answer(lambda: check_own_batches(build(**chunked, context_parallel_size=2), "the trainer")),
+        answer(lambda: build(**chunked, num_moe_experts=2)),
     )
 
 
@@ -213,7 +259,9 @@ def test_sizes_are_those_of_softmax_attention_unless_given(answers):
 
 
 def test_a_config_built_by_hand_is_refused_by_name(answers):
-    _, _, heads, norm, batches = answers[2]
+    _, _, heads, norm, batches, chunks, experts = answers[2]
     assert "--linear-num-value-heads 4" in heads and "nearest: [3, 6]" in heads
     assert "--longseq-output-norm denominator" in norm
     assert "the trainer cuts batches in Megatron's zigzag" in batches
+    assert "--longseq-sequence-chunks 2: the trainer cuts whole sequences" in chunks
+    assert "--num-experts 2: not with --longseq-sequence-chunks 2" in experts
