@@ -10,13 +10,10 @@ lie in it, and no rank needs to know another's tokens.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..token_layout import SegmentChain
 
 
@@ -49,7 +46,8 @@ class Documents:
         """The documents of a chain of segments.
 
         Args:
-            boundaries: as :func:`boundaries_of` returns them; ``None`` for a single document.
+            boundaries: as :func:`..document_boundaries.boundaries_of` returns them; ``None`` for a
+                single document.
             rank: position in the group.
             total: tokens of the sequence.
             reverse: for segments whose tokens stand in reverse order.
@@ -70,49 +68,3 @@ class Documents:
         where = torch.tensor(marked)
         starts[where[:, 0], where[:, 1]] = True
         return cls((starts.flip(1) if reverse else starts).to(device), connected)
-
-
-def boundaries_of(cu_seqlens: Tensor | Sequence[int], total: int) -> list[int]:
-    """The list of boundaries, checked.
-
-    Args:
-        cu_seqlens: where each document starts and the last one ends; integers. A tensor on a GPU
-            costs a synchronisation.
-        total: tokens of the whole sequence, over all ranks.
-
-    Raises:
-        UserError: it is not a non-decreasing list of integers from 0 to ``total``.
-    """
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-            raise UserError(
-                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}: expected "
-                "one dimension of integers"
-            )
-        cu_seqlens = cu_seqlens.tolist()
-    boundaries = [int(boundary) for boundary in cu_seqlens]
-    if len(boundaries) < 2 or boundaries[0] != 0 or boundaries[-1] != total:
-        ends = f"{boundaries[:1]} to {boundaries[-1:]}" if boundaries else "an empty list"
-        raise UserError(
-            f"cu_seqlens from {ends}: it must begin with 0 and end with {total}, the tokens of "
-            "all ranks together (it is the same list on every rank)"
-        )
-    for index, (low, high) in enumerate(pairwise(boundaries)):
-        if high < low:
-            raise UserError(
-                f"cu_seqlens[{index + 1}] = {high} is less than cu_seqlens[{index}] = {low}: the "
-                "list must not decrease (equal neighbours are an empty document)"
-            )
-    return boundaries
-
-
-def describe_boundaries(boundaries: Sequence[int] | None) -> str:
-    """The list in a form that tells different ones apart and fits in a message."""
-    if boundaries is None:
-        return "none"
-    text = ", ".join(map(str, boundaries))
-    return (
-        f"[{text}]"
-        if len(text) < 400
-        else f"[{text[:200]} ... {text[-200:]}] crc {crc32(text.encode()):08x}"
-    )

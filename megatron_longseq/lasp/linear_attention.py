@@ -29,11 +29,12 @@ from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
 from ..communication.scan import Scan, ScheduleName
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS
+from ..document_boundaries import boundaries_of, describe_boundaries
 from ..errors import UserError, divisors
 from ..token_layout import Layout, SegmentChain
 from .bidirectional import BidirectionalFunction
 from .chunk_kernels import ChunkKernel, choose_kernel
-from .documents import Documents, boundaries_of, describe_boundaries
+from .documents import Documents
 from .inputs import Inputs
 from .normalizer import divide_by_last, with_ones
 from .passes import LinearAttentionFunction, Plan

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from recurrences import EXACT, KINDS, Case, errors, expected, local, small_operator
 
+from megatron_longseq.document_boundaries import boundaries_of, describe_boundaries
 from megatron_longseq.errors import UserError
-from megatron_longseq.lasp.documents import Documents, boundaries_of, describe_boundaries
+from megatron_longseq.lasp.documents import Documents
 from megatron_longseq.measurement import MeasuredTransport
 from megatron_longseq.token_layout import SegmentChain
 
