@@ -23,6 +23,7 @@ Data, RoPE, loss, attention and tests ask this module and no other place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -31,6 +32,10 @@ from torch import Tensor
 from .errors import UserError, nearest_values
 
 Layout = Literal["zigzag", "contiguous"]
+
+
+# From which to which key row, counted from its own row, a query row sees; None: without a limit.
+Band = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,15 @@ class Rectangle:
         keys: rows of the owner's block, possibly the same block.
         causal: query row ``i`` of the rectangle sees its key rows ``0 .. i`` only (a square
             rectangle); otherwise it sees all of them.
+        band: ``(low, high)``: query row ``i`` sees the key rows ``i + low .. i + high`` only, as
+            far as the rectangle has them; never with ``causal``. Every row has one, and every key
+            row is seen by one.
     """
 
     queries: slice
     keys: slice
     causal: bool
+    band: Band | None = None
 
     def up_to(self, rows: int) -> "Rectangle | None":
         """The part of it in the first ``rows`` query rows; ``None`` if there is none."""
@@ -55,8 +64,11 @@ class Rectangle:
             return None
         queries = slice(self.queries.start, self.queries.start + left)
         # Query row i of a causal square sees its keys 0 .. i.
-        keys = slice(self.keys.start, self.keys.start + left) if self.causal else self.keys
-        return Rectangle(queries, keys, self.causal)
+        high = 0 if self.causal else self.band[1] if self.band is not None else None
+        stop = self.keys.stop
+        if high is not None:
+            stop = min(stop, self.keys.start + left + high)
+        return Rectangle(queries, slice(self.keys.start, stop), self.causal, self.band)
 
 
 def zigzag_tokens(rank: int, ranks: int, total: int) -> Tensor:
@@ -83,6 +95,21 @@ def contiguous_tokens(rank: int, ranks: int, total: int) -> Tensor:
             f"nearest lengths that do: {_nearest_multiples(total, ranks)}"
         )
     return torch.arange(rank * (total // ranks), (rank + 1) * (total // ranks))
+
+
+def document_zigzag_tokens(rank: int, ranks: int, boundaries: Sequence[int]) -> Tensor:
+    """Global indices of the tokens of ``rank`` where each document is a zigzag by itself.
+
+    Megatron's order of packed rows by default.
+
+    Args:
+        boundaries: where each document begins in the row, and the row's end.
+
+    Raises:
+        UserError: the distance between two boundaries is no multiple of ``2 * ranks``.
+    """
+    parts = [begin + zigzag_tokens(rank, ranks, end - begin) for begin, end in pairwise(boundaries)]
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -156,6 +183,35 @@ class ZigzagGrid:
         if owner < position:
             return (Rectangle(everything, early, causal=False),)
         return (Rectangle(late, everything, causal=False),)
+
+    def documents_in_turn(self, boundaries: Sequence[int]) -> Tensor | None:
+        """How to put the rows of a block in order where each document is a zigzag by itself.
+
+        A rank then holds the early and the late piece of each document in turn, and the exchange of
+        heads, which knows one early and one late half, mixes them. With the order that is returned,
+        ``block[order]``, the block holds the early and the late chunk of each document in turn.
+
+        Args:
+            boundaries: where each document begins in the row, and the row's end; distances are
+                multiples of ``2 * ranks``.
+
+        Returns:
+            int64 ``[tokens / ring]``; ``None`` where nothing has to move.
+        """
+        if self.head_parallel == 1 or len(boundaries) == 2:
+            return None
+        places, half = self.head_parallel, boundaries[-1] // self.ranks // 2
+        order = []
+        for begin, end in pairwise(boundaries):
+            piece, first = (end - begin) // (2 * self.ranks), begin // self.ranks
+            rows = torch.arange(first, first + 2 * piece).view(2, piece)
+            for late, starts in enumerate((range(places), range(places - 1, -1, -1))):
+                for place in starts:
+                    # Where the exchange puts a rank's first and second half of rows.
+                    second = half * (2 * places - 2 - place)
+                    moved = torch.where(rows[late] < half, half * place, second)
+                    order.append(rows[late] + moved)
+        return torch.cat(order)
 
     def split(self, whole: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The part of ``whole`` (the full sequence along ``dim``) that ``rank`` holds."""

@@ -11,11 +11,15 @@ Megatron's zigzag order over all ranks (:mod:`..token_layout`), which the exchan
 ring's zigzag for any factorisation. Fewer key/value heads than head-parallel ranks: each counts
 ``lcm(g, hp) / g`` times, and no query head is parted from its own.
 
+Windows and packed documents are plans of rectangles (:mod:`..softmax.mask_plan`), and blocks that
+nobody sees do not travel. A sink enters after the ring (:mod:`..softmax.sink`).
+
 Kept for the backward, per rank: q, k, v and out after the exchange, and the log-sum-exp. What is
 sent: :mod:`.traffic`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -34,8 +38,15 @@ from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
 from ..errors import UserError, divisors, nearest_values
 from ..memory.keep_attention import keep_rows_or_compute
 from ..softmax.block_kernels import BlockKernel, choose_kernel
+from ..softmax.mask_plan import Mask, MaskPlan
 from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
-from .inputs import check_inputs, describe_inputs
+from ..softmax.sink import sink_gradient
+from ..token_layout import ZigzagGrid
+from .inputs import check_inputs, check_sink, describe_inputs, describe_mask
+from .masks import Boundaries, requested_mask
+
+# Plans kept: of the rows of a micro-batch, and of layers with and without a window.
+KEPT_PLANS = 16
 
 
 class TwoDAttention:
@@ -102,6 +113,7 @@ class TwoDAttention:
         self._schedule = schedule
         self._agreement = GridAgreement(self.heads.place, self.ring.place, timeout_seconds)
         self._check_agreement = check_agreement
+        self._plans: dict[tuple[Mask, int], MaskPlan] = {}
         if check_agreement:
             self._agreement.verify_grid()
 
@@ -116,13 +128,50 @@ class TwoDAttention:
         value: Tensor,
         *,
         causal: bool = True,
+        window: int | None = None,
+        prefix: int = 0,
+        cu_seqlens: Boundaries | None = None,
+        cu_seqlens_padded: Boundaries | None = None,
+        sink: Tensor | None = None,
         softmax_scale: float | None = None,
         kernel: str = "auto",
     ) -> Tensor:
         """Attention of this rank's tokens to the whole sequence; see :func:`two_d_attention`."""
-        chosen = self._prepare(query, key, value, causal, softmax_scale, kernel)
-        scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        return _TwoDAttentionFunction.apply(query, key, value, self, chosen, causal, scale)
+        ranks = self.heads.size * self.ring.size
+        tokens, batch = (*query.shape, 1, 1)[:2]
+        mask: Mask | UserError
+        try:
+            mask = requested_mask(
+                causal=causal,
+                window=window,
+                prefix=prefix,
+                cu_seqlens=cu_seqlens,
+                cu_seqlens_padded=cu_seqlens_padded,
+                total=tokens * ranks,
+                batch=batch,
+                ranks=ranks,
+            )
+        except UserError as error:
+            mask = error
+        chosen = self._prepare(query, key, value, mask, sink, softmax_scale, kernel)
+        assert isinstance(mask, Mask)
+        how = _How(
+            operator=self,
+            kernel=chosen,
+            plan=self._plan(mask, tokens * self.heads.size),
+            scale=query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+            copies=self.copies(key),
+        )
+        return _TwoDAttentionFunction.apply(query, key, value, sink, how)
+
+    def _plan(self, mask: Mask, rows: int) -> MaskPlan:
+        """The plan of a mask for blocks of so many rows; layers of a batch share one."""
+        known = (mask, rows)
+        if known not in self._plans:
+            while len(self._plans) >= KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[known] = MaskPlan(mask, self.ring.size, rows)
+        return self._plans[known]
 
     def copies(self, key: Tensor) -> int:
         """How often each head of ``key`` counts, so that every rank of a head group gets some."""
@@ -133,7 +182,8 @@ class TwoDAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        causal: bool,
+        mask: Mask | UserError,
+        sink: Tensor | None,
         softmax_scale: float | None,
         kernel: str,
     ) -> BlockKernel:
@@ -142,14 +192,17 @@ class TwoDAttention:
         chosen: BlockKernel | None = None
         try:
             check_inputs(query, key, value, self.heads.size, softmax_scale)
+            check_sink(sink, query)
+            if isinstance(mask, UserError):
+                raise mask
             chosen = choose_kernel(kernel, query.dtype, query.device)
         except UserError as error:
             problem = error
         if self._check_agreement:
             self._agreement.verify(
-                describe_inputs(query, key, value)
+                describe_inputs(query, key, value, sink)
+                | describe_mask(mask)
                 | {
-                    "causal": causal,
                     "softmax_scale": softmax_scale,
                     "kernel": chosen.name if chosen else kernel,
                     "schedule": self._schedule or "single ring",
@@ -170,6 +223,11 @@ def two_d_attention(
     head_group: dist.ProcessGroup | None,
     ring_group: dist.ProcessGroup | None,
     causal: bool = True,
+    window: int | None = None,
+    prefix: int = 0,
+    cu_seqlens: Boundaries | None = None,
+    cu_seqlens_padded: Boundaries | None = None,
+    sink: Tensor | None = None,
     softmax_scale: float | None = None,
     kernel: str = "auto",
     window_size: int | None = None,
@@ -190,6 +248,20 @@ def two_d_attention(
         head_group: this rank's head group; its size hp divides a. ``None`` for one rank.
         ring_group: this rank's ring. ``None`` for one rank.
         causal: a token sees itself and what comes before it; otherwise the whole sequence.
+        window: sliding window: of what comes before it, a token sees the last ``window`` tokens
+            only (``window_size[0]`` in Megatron and flash-attention).
+        prefix: the first ``prefix`` tokens, of each document if there are some, are seen by all of
+            it, also by tokens before them.
+        cu_seqlens: packed documents: where each begins in the row and the last one ends, the same
+            on every rank; b is 1. A token sees nothing of other documents. Documents may be cut
+            anywhere. A list or a CPU tensor; one on a GPU costs a synchronisation.
+        cu_seqlens_padded: the row is not one zigzag but one for each document, as Megatron packs by
+            default: boundaries with padding, each distance a multiple of 2 x hp x ring, while
+            ``cu_seqlens`` has the real lengths. Padding has output and gradient 0. Without padding,
+            give ``cu_seqlens`` twice.
+        sink: ``[a]``, one logit per query head that takes part in the softmax and has no value.
+            Its gradient on a rank is that of the rank's rows and heads: the sum over all ranks of
+            the grid is the whole.
         softmax_scale: factor of the scores; ``d ** -0.5`` if not given.
         kernel: ``"aten"``, ``"flash"``, ``"reference"``, or ``"auto"``; see
             :mod:`..softmax.block_kernels`.
@@ -226,47 +298,100 @@ def two_d_attention(
         buffers=buffers,
         timeout_seconds=timeout_seconds,
     )
-    return operator(query, key, value, causal=causal, softmax_scale=softmax_scale, kernel=kernel)
+    return operator(
+        query,
+        key,
+        value,
+        causal=causal,
+        window=window,
+        prefix=prefix,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_seqlens_padded,
+        sink=sink,
+        softmax_scale=softmax_scale,
+        kernel=kernel,
+    )
+
+
+@dataclass(frozen=True)
+class _How:
+    """What one call computes by; the same in its backward.
+
+    Attributes:
+        copies: how often each key/value head counts.
+    """
+
+    operator: TwoDAttention
+    kernel: BlockKernel
+    plan: MaskPlan
+    scale: float
+    copies: int
+
+    def to_heads(self, *tensors: Tensor, copies: tuple[int, ...] | None = None) -> list[Tensor]:
+        """Exchanges heads for tokens; documents that are zigzags by themselves stay in turn."""
+        exchanged = self.operator.heads.to_heads(*tensors, copies=copies)
+        order = self._order(exchanged[0].device)
+        return [t if order is None else t.index_select(0, order) for t in exchanged]
+
+    def to_tokens(self, *tensors: Tensor, copies: tuple[int, ...] | None = None) -> list[Tensor]:
+        """The way back of :meth:`to_heads`; gradients of copies add up."""
+        order = self._order(tensors[0].device)
+        if order is not None:
+            back = order.argsort()
+            tensors = tuple(tensor.index_select(0, back) for tensor in tensors)
+        return list(self.operator.heads.to_tokens(*tensors, copies=copies))
+
+    def heads_here(self, sink: Tensor) -> slice:
+        """Of the sink's heads, those that this rank has after the exchange."""
+        place, size = self.operator.heads.place.position, self.operator.heads.size
+        count = len(sink) // size
+        return slice(place * count, (place + 1) * count)
+
+    def _order(self, device: torch.device) -> Tensor | None:
+        documents = self.plan.mask.documents
+        if documents is None or not documents.zigzag:
+            return None
+        grid = ZigzagGrid(self.operator.heads.size, self.operator.ring.size)
+        order = grid.documents_in_turn(documents.boundaries)
+        return None if order is None else order.to(device)
 
 
 class _TwoDAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        operator: TwoDAttention,
-        kernel: BlockKernel,
-        causal: bool,
-        scale: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, how: _How
     ) -> Tensor:
-        copies = operator.copies(key)
-        q, k, v = operator.heads.to_heads(query, key, value, copies=(1, copies, copies))
+        q, k, v = how.to_heads(query, key, value, copies=(1, how.copies, how.copies))
+        own_sink = None if sink is None else sink[how.heads_here(sink)]
         out, lse = keep_rows_or_compute(
             lambda rows: ring_attention_forward(
                 q,
                 k,
                 v,
-                ring=operator.ring,
-                kernel=kernel,
-                causal=causal,
-                scale=scale,
+                ring=how.operator.ring,
+                kernel=how.kernel,
+                plan=how.plan,
+                scale=how.scale,
+                sink=own_sink,
                 query_rows=rows,
             ),
             q.shape[0],
         )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.operator, ctx.kernel, ctx.copies = operator, kernel, copies
-        ctx.causal, ctx.scale = causal, scale
-        return operator.heads.to_tokens(out)[0]
+        ctx.save_for_backward(q, k, v, out, lse, sink)
+        ctx.how = how
+        return how.to_tokens(out)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        heads, ring = ctx.operator.heads, ctx.operator.ring
-        (dout,) = heads.to_heads(out_gradient)
+        q, k, v, out, lse, sink = ctx.saved_tensors
+        how: _How = ctx.how
+        (dout,) = how.to_heads(out_gradient)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            here = how.heads_here(sink)
+            dsink = torch.zeros_like(sink)
+            dsink[here] = sink_gradient(dout, out, lse, sink[here]).to(sink.dtype)
         dq, dk, dv = ring_attention_backward(
             dout,
             q,
@@ -274,10 +399,10 @@ class _TwoDAttentionFunction(torch.autograd.Function):
             v,
             out,
             lse,
-            ring=ring,
-            kernel=ctx.kernel,
-            causal=ctx.causal,
-            scale=ctx.scale,
+            ring=how.operator.ring,
+            kernel=how.kernel,
+            plan=how.plan,
+            scale=how.scale,
         )
-        gradients = heads.to_tokens(dq, dk, dv, copies=(1, ctx.copies, ctx.copies))
-        return *gradients, None, None, None, None
+        gradients = how.to_tokens(dq, dk, dv, copies=(1, how.copies, how.copies))
+        return *gradients, dsink, None

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from ..attention_inputs import check_query_key_value
+from ..document_boundaries import describe_boundaries
 from ..errors import UserError, divisors, nearest_values
 from ..softmax.block_kernels import SUPPORTED_DTYPES
+from ..softmax.mask_plan import Mask
 
 AXES = ("tokens", "micro-batch", "heads", "width")
 
 
-def describe_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, object]:
+def describe_inputs(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None
+) -> dict[str, object]:
     """What must be equal on all ranks, by the name it has in an error message."""
     fields: dict[str, object] = {}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -24,7 +28,43 @@ def describe_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, obje
             fields[f"{name} shape"] = tuple(tensor.shape)
         fields[f"{name} dtype"] = tensor.dtype
         fields[f"{name} requires a gradient"] = torch.is_grad_enabled() and tensor.requires_grad
+    fields["sink"] = None if sink is None else (tuple(sink.shape), sink.dtype)
+    if sink is not None:
+        fields["sink requires a gradient"] = torch.is_grad_enabled() and sink.requires_grad
     return fields
+
+
+def describe_mask(mask: Mask | UserError) -> dict[str, object]:
+    """As :func:`describe_inputs`, of what sees what; nothing of a mask that cannot be."""
+    if isinstance(mask, UserError):
+        return {}
+    documents = mask.documents
+    return {
+        "causal": mask.causal,
+        "window": mask.window,
+        "prefix": mask.prefix,
+        "documents": describe_boundaries(documents and documents.boundaries),
+        "lengths of documents": describe_boundaries(documents and documents.lengths),
+        "zigzag": "by document" if documents and documents.zigzag else "of the row",
+    }
+
+
+def check_sink(sink: Tensor | None, query: Tensor) -> None:
+    """Checks the sink.
+
+    Raises:
+        UserError: it is not one floating-point number per query head, on the query's device.
+    """
+    if sink is None:
+        return
+    heads = query.shape[2]
+    if tuple(sink.shape) != (heads,) or not sink.is_floating_point():
+        raise UserError(
+            f"sink of shape {tuple(sink.shape)} and {sink.dtype}: expected one floating-point "
+            f"number per query head, [{heads}]"
+        )
+    if sink.device != query.device:
+        raise UserError(f"sink is on {sink.device}, query on {query.device}; they must agree")
 
 
 def check_inputs(

@@ -36,6 +36,7 @@ from ..communication.ring import Ring, accumulation_dtype
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
 from ..memory.keep_attention import keep_or_compute
 from ..softmax.block_kernels import BlockKernel
+from ..softmax.mask_plan import Mask, MaskPlan
 from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
 from .lockstep import OwnerReduce, ShardBroadcast
 from .products import add_product, returned_gradient, without_autocast
@@ -209,7 +210,7 @@ class _HeadGroupFunction(torch.autograd.Function):
                     lse,
                     ring=operator.kv_ring,
                     kernel=heads.kernel,
-                    causal=heads.causal,
+                    plan=MaskPlan(Mask(heads.causal), operator.kv_ring.size, len(query)),
                     scale=heads.scale,
                 )
                 del dout
@@ -272,7 +273,7 @@ def _attend(
             value,
             ring=operator.kv_ring,
             kernel=heads.kernel,
-            causal=heads.causal,
+            plan=MaskPlan(Mask(heads.causal), operator.kv_ring.size, len(query)),
             scale=heads.scale,
         )
         del query, key, value

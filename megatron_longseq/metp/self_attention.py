@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..softmax.block_kernels import BlockKernel, choose_kernel
+from ..softmax.mask_plan import Mask, MaskPlan
 from ..softmax.ring_attention import ring_attention
 from .head_groups import HeadGroups
 from .runtime import MetpRuntime
@@ -203,14 +204,15 @@ class METPCoreAttention(MegatronModule):
         **_unused: Any,
     ) -> Tensor:
         """``[s, b, a / p, d]`` and ``[s, b, g / p, d]``, natural order, to ``[s, b, a d / p]``."""
-        scale = self.config.softmax_scale
+        scale, ring = self.config.softmax_scale, self.runtime.context_ring
+        mask = Mask(causal=attn_mask_type is AttnMaskType.causal)
         out = ring_attention(
             query,
             key,
             value,
-            ring=self.runtime.context_ring,
+            ring=ring,
             kernel=choose_kernel(self.runtime.kernel, query.dtype, query.device),
-            causal=attn_mask_type is AttnMaskType.causal,
+            plan=MaskPlan(mask, ring.size, len(query)),
             scale=self.config.kv_channels**-0.5 if scale is None else scale,
         )
         order = self.runtime.order(out.shape[0], out.device)

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..token_layout import Band
+from .mask_plan import band_mask
+
 aten = torch.ops.aten
 
 
@@ -23,6 +26,7 @@ class AtenKernel:
     """PyTorch's attention operators; see :mod:`.block_kernels` for the contract."""
 
     name = "aten"
+    skips_outside_bands = False
 
     def unusable(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why this kernel cannot work on such tensors here; ``None`` if it can."""
@@ -41,16 +45,18 @@ class AtenKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of one block: out in the input dtype, lse in fp32 (fp64 for fp64)."""
         _check_not_empty(query, key)
         width = value.shape[3]
+        mask = _matrix(visible, band, query, key)
         q, k, v = (_heads_first(tensor) for tensor in _equally_wide(query, key, value))
         if query.is_cuda:
-            out, lse = _cuda_forward(q, k, v, causal, scale, visible)
+            out, lse = _cuda_forward(q, k, v, causal, scale, mask)
         else:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=_additive(visible, query.dtype), scale=scale
+                q, k, v, 0.0, causal, attn_mask=_additive(mask, query.dtype), scale=scale
             )
         if visible is not None:
             lse = lse.masked_fill(~visible.any(-1), -torch.inf)
@@ -68,10 +74,12 @@ class AtenKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's terms of the gradients, in the input dtype."""
         _check_not_empty(query, key)
         width, value_width = query.shape[3], value.shape[3]
+        mask = _matrix(visible, band, query, key)
         q, k, v, dout, out = (
             _heads_first(tensor) for tensor in _equally_wide(query, key, value, out_gradient, out)
         )
@@ -79,7 +87,7 @@ class AtenKernel:
             # exp(score - inf) = 0; with -inf the kernel's gradients are NaN.
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         if query.is_cuda:
-            gradients = _cuda_backward(dout, q, k, v, out, lse, causal, scale, visible)
+            gradients = _cuda_backward(dout, q, k, v, out, lse, causal, scale, mask)
         else:
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout,
@@ -90,7 +98,7 @@ class AtenKernel:
                 lse,
                 0.0,
                 causal,
-                attn_mask=_additive(visible, query.dtype),
+                attn_mask=_additive(mask, query.dtype),
                 scale=scale,
             )
         dq, dk, dv = (gradient.permute(2, 0, 1, 3) for gradient in gradients)
@@ -122,6 +130,12 @@ def _equally_wide(query: Tensor, key: Tensor, *others: Tensor) -> list[Tensor]:
         tensor if tensor.shape[3] == width else pad(tensor, (0, width - tensor.shape[3]))
         for tensor in tensors
     ]
+
+
+def _matrix(visible: Tensor | None, band: Band | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if band is None:
+        return visible
+    return band_mask(query.shape[0], key.shape[0], band, query.device)
 
 
 def _additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -10,6 +10,8 @@ Shapes: query ``[rows, b, a, d]``, key ``[keys, b, g, d]``, value ``[keys, b, g,
 divides a; out ``[rows, b, a, dv]``; lse ``[b, a, rows]``, the natural log-sum-exp of the scaled
 scores. A query row that sees no key has out = 0 and lse = -inf.
 
+What is visible is all, a causal triangle, a band along the diagonal, or any matrix.
+
     aten        PyTorch's own flash kernels, CPU and CUDA; they return the log-sum-exp
     flash       the flash-attn package, CUDA
     reference   plain torch: any dtype and device; what the others are tested against
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..token_layout import Band
 from .aten_kernel import AtenKernel
 from .flash_kernel import FlashKernel
 from .reference_kernel import ReferenceKernel
@@ -32,6 +35,9 @@ class BlockKernel(Protocol):
     """Forward and backward of one block; see the module's description for shapes."""
 
     name: str
+    # Whether it skips what a band leaves out; otherwise a band is a matrix to it, so large bands
+    # should come in tiles.
+    skips_outside_bands: bool
 
     def unusable(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why this kernel cannot work on such tensors here; ``None`` if it can."""
@@ -45,6 +51,7 @@ class BlockKernel(Protocol):
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of a query block to a key block.
 
@@ -52,6 +59,8 @@ class BlockKernel(Protocol):
             causal: query row i sees key rows 0..i; the blocks have equally many rows.
             scale: factor of the scores.
             visible: boolean ``[rows, keys]``, what sees what, instead of ``causal``.
+            band: ``(low, high)``, instead of ``causal``: query row i sees key rows i + low to
+                i + high, ``None`` being no bound. Every row sees one.
 
         Returns:
             out, in the dtype of the query or wider, and lse in fp32 (fp64 for fp64).
@@ -69,6 +78,7 @@ class BlockKernel(Protocol):
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's terms of the gradients of query, key and value.
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..token_layout import Band
+
 MINIMUM_VERSION = (2, 7)
 
 
@@ -20,6 +22,7 @@ class FlashKernel:
     """
 
     name = "flash"
+    skips_outside_bands = True
 
     def unusable(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why this kernel cannot work on such tensors here; ``None`` if it can."""
@@ -46,13 +49,14 @@ class FlashKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of one block: out in the input dtype, lse in fp32."""
         _refuse_mask(visible)
         width = value.shape[3]
         q, k, v = _prepare(query, key, value)
         out, lse, *_ = _interface()._flash_attn_forward(
-            q, k, v, return_softmax=False, **_options(causal, scale)
+            q, k, v, return_softmax=False, **_options(causal, scale, band, query, key)
         )
         return out.transpose(0, 1)[..., :width], lse
 
@@ -68,6 +72,7 @@ class FlashKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's terms of the gradients, in the input dtype."""
         _refuse_mask(visible)
@@ -85,7 +90,7 @@ class FlashKernel:
             dk,
             dv,
             deterministic=True,
-            **_options(causal, scale),
+            **_options(causal, scale, band, query, key),
         )
         dq, dk, dv = (gradient.transpose(0, 1) for gradient in (dq, dk, dv))
         return dq[..., :width], dk[..., :width], dv[..., :value_width]
@@ -95,16 +100,34 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _options(causal: bool, scale: float) -> dict[str, Any]:
+def _options(
+    causal: bool, scale: float, band: Band | None, query: Tensor, key: Tensor
+) -> dict[str, Any]:
+    left, right = _window(band, query.shape[0], key.shape[0])
     return {
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": causal,
-        "window_size_left": -1,
-        "window_size_right": -1,
+        "window_size_left": left,
+        "window_size_right": right,
         "softcap": 0.0,
         "alibi_slopes": None,
     }
+
+
+def _window(band: Band | None, rows: int, keys: int) -> tuple[int, int]:
+    """A band as flash-attention counts it: from the diagonal that ends in the last row and key.
+
+    It takes a negative bound for none. The plan cuts bands so that they have none: every row sees a
+    key, the last one too, and every key is seen, the first one too.
+    """
+    low, high = band if band is not None else (None, None)
+    shift = keys - rows
+    left = -1 if low is None else shift - low
+    right = -1 if high is None else high - shift
+    if (low is not None and left < 0) or (high is not None and right < 0):
+        raise ValueError(f"band {band} of {rows} query and {keys} key rows ends before its rows")
+    return left, right
 
 
 def _refuse_mask(visible: Tensor | None) -> None:

@@ -49,7 +49,7 @@ class OnlineSoftmax:
         device: torch.device,
     ) -> None:
         self._out_shape = (rows, batch, heads, width)
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -62,11 +62,11 @@ class OnlineSoftmax:
         if self._out is None or self._lse is None:
             if block_out.shape == self._out_shape:
                 # The first block becomes the accumulator: no copy where the dtype is the same.
-                self._out = block_out.to(self._dtype)
-                self._lse = block_lse.to(self._dtype)
+                self._out = block_out.to(self.dtype)
+                self._lse = block_lse.to(self.dtype)
                 return
             length, batch, heads, _ = self._out_shape
-            self._out = torch.zeros(self._out_shape, dtype=self._dtype, device=self._device)
+            self._out = torch.zeros(self._out_shape, dtype=self.dtype, device=self._device)
             self._lse = self._out.new_full((batch, heads, length), -torch.inf)
         merge_(self._out[rows], self._lse[..., rows], block_out, block_lse)
 

@@ -7,11 +7,15 @@ written to be read: forward and backward are the formulas.
 import torch
 from torch import Tensor
 
+from ..token_layout import Band
+from .mask_plan import band_mask
+
 
 class ReferenceKernel:
     """Softmax attention of a block by its formulas; the contract is in :mod:`.block_kernels`."""
 
     name = "reference"
+    skips_outside_bands = False
 
     def unusable(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why this kernel cannot work on such tensors here; it always can."""
@@ -26,10 +30,11 @@ class ReferenceKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``out = softmax(scale * Q K^T) V`` and its log-sum-exp, in fp32 (fp64 for fp64)."""
         q, k, v = _wide(query, key, value)
-        scores = _scores(q, k, causal, scale, visible)
+        scores = _scores(q, k, causal, scale, visible, band)
         lse = scores.logsumexp(-1)
         probabilities = _exp_of_difference(scores, lse)
         out = torch.einsum("bgrqk,kbgd->qbgrd", probabilities, v)
@@ -47,13 +52,14 @@ class ReferenceKernel:
         causal: bool,
         scale: float,
         visible: Tensor | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``P = exp(scale Q K^T - lse)``, ``dS = P (dO V^T - Delta)``, and the three products."""
         q, k, v, dout = _wide(query, key, value, out_gradient)
         groups = key.shape[2]
         lse = lse.unflatten(1, (groups, -1))
         delta = (dout * out.to(dout.dtype)).sum(-1).permute(1, 2, 0).unflatten(1, (groups, -1))
-        p = _exp_of_difference(_scores(q, k, causal, scale, visible), lse)
+        p = _exp_of_difference(_scores(q, k, causal, scale, visible, band), lse)
         dout = dout.unflatten(2, (groups, -1))
         dv = torch.einsum("bgrqk,qbgrd->kbgd", p, dout)
         dp = torch.einsum("qbgrd,kbgd->bgrqk", dout, v)
@@ -68,13 +74,20 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _scores(
-    query: Tensor, key: Tensor, causal: bool, scale: float, visible: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    causal: bool,
+    scale: float,
+    visible: Tensor | None,
+    band: Band | None,
 ) -> Tensor:
     """Scaled scores ``[b, g, a / g, rows, keys]``, -inf where a query does not see a key."""
     q = query.unflatten(2, (key.shape[2], -1))
     scores = torch.einsum("qbgrd,kbgd->bgrqk", q, key) * scale
     if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        band = (None, 0)
+    if band is not None:
+        visible = band_mask(query.shape[0], key.shape[0], band, scores.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return scores

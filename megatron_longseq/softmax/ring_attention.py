@@ -1,12 +1,12 @@
 """Softmax attention of a query that stays to keys and values that circulate.
 
-Forward: every (owner, block) of the ring is attended to where the layout says it is visible, and
-merged by log-sum-exp. Backward: keys and values go round again, every block's term is taken with
-the *final* output and log-sum-exp, dQ adds up here and dK, dV follow their block home.
+Forward: every (owner, block) of the ring is attended to where the plan of the mask says it is
+visible, and merged by log-sum-exp. Backward: keys and values go round again, every block's term is
+taken with the *final* output and log-sum-exp, dQ adds up here and dK, dV follow their block home.
 
 Per rank and pass, with ring size R: ``R - 1`` hops of K and V forward; ``R - 1`` of K and V and
-``R`` of dK and dV (fp32) backward. Held at a time, whatever R is: two receive buffers for K and V,
-two for dK and dV, one block's partial results.
+``R`` of dK and dV (fp32) backward; fewer where nobody sees some of the blocks. Held at a time,
+whatever R is: two receive buffers for K and V, two for dK and dV, one block's partial results.
 """
 
 from typing import Any
@@ -17,9 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from ..communication.ring import Ring, accumulation_dtype
 from ..memory.keep_attention import keep_rows_or_compute
-from ..token_layout import ZigzagGrid
+from ..token_layout import Rectangle
 from .block_kernels import BlockKernel
+from .mask_plan import MaskPlan, tiles
 from .online_softmax import OnlineSoftmax
+from .sink import add_sink
 
 
 def ring_attention(
@@ -29,11 +31,11 @@ def ring_attention(
     *,
     ring: Ring,
     kernel: BlockKernel,
-    causal: bool,
+    plan: MaskPlan,
     scale: float,
 ) -> Tensor:
     """:func:`ring_attention_forward` with its gradients; returns the output alone."""
-    return _RingAttention.apply(query, key, value, ring, kernel, causal, scale)
+    return _RingAttention.apply(query, key, value, ring, kernel, plan, scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -45,10 +47,10 @@ class _RingAttention(torch.autograd.Function):
         value: Tensor,
         ring: Ring,
         kernel: BlockKernel,
-        causal: bool,
+        plan: MaskPlan,
         scale: float,
     ) -> Tensor:
-        how: dict[str, Any] = {"ring": ring, "kernel": kernel, "causal": causal, "scale": scale}
+        how: dict[str, Any] = {"ring": ring, "kernel": kernel, "plan": plan, "scale": scale}
         out, lse = keep_rows_or_compute(
             lambda rows: ring_attention_forward(query, key, value, query_rows=rows, **how),
             query.shape[0],
@@ -71,8 +73,9 @@ def ring_attention_forward(
     *,
     ring: Ring,
     kernel: BlockKernel,
-    causal: bool,
+    plan: MaskPlan,
     scale: float,
+    sink: Tensor | None = None,
     query_rows: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys and values of all ranks of the ring.
@@ -80,15 +83,16 @@ def ring_attention_forward(
     Args:
         query: ``[rows, b, a, d]``, the early chunk and the late chunk of this ring position.
         key, value: ``[rows, b, g, d]`` and ``[rows, b, g, dv]``, likewise.
-        causal: a token sees itself and what comes before it; otherwise everything.
+        plan: what sees what.
         scale: factor of the scores.
+        sink: ``[a]``, a logit per query head that takes part in the softmax and has no value.
         query_rows: the first rows alone, ``slice(0, n)``; all if not given. The same on all ranks.
 
     Returns:
         The output ``[rows, b, a, dv]`` in the dtype of the query, and the log-sum-exp
-        ``[b, a, rows]`` in fp32 (fp64 for fp64).
+        ``[b, a, rows]`` in fp32 (fp64 for fp64), with the sink; 0 and -inf in rows that see
+        nothing.
     """
-    layout = ZigzagGrid(1, ring.size)
     rows, batch, heads, _ = query.shape
     wanted = rows if query_rows is None else query_rows.stop
     softmax = OnlineSoftmax(
@@ -99,18 +103,41 @@ def ring_attention_forward(
         dtype=accumulation_dtype(query.dtype),
         device=query.device,
     )
-    for owner, (k, v) in ring.circulate(key, value):
-        for part in layout.block_mask(ring.position, owner, rows, causal=causal):
-            part = part.up_to(wanted)
+    nothing = True
+    for owner, (k, v) in ring.visiting(plan.offsets).circulate(key, value):
+        for whole in _parts(plan, kernel, ring.position, owner):
+            part = whole.up_to(wanted)
             if part is None:
                 continue
             out, lse = kernel.forward(
-                query[part.queries], k[part.keys], v[part.keys], causal=part.causal, scale=scale
+                query[part.queries],
+                k[part.keys],
+                v[part.keys],
+                causal=part.causal,
+                band=part.band,
+                scale=scale,
             )
             softmax.merge(out, lse, part.queries)
+            nothing = False
             del out, lse  # one block's partial results at a time
-    out, lse = softmax.result()
+    if nothing:  # all of these rows are padding
+        out = query.new_zeros(wanted, batch, heads, value.shape[3], dtype=softmax.dtype)
+        lse = out.new_full((batch, heads, wanted), -torch.inf)
+    else:
+        out, lse = softmax.result()
+    if sink is not None:
+        out, lse = add_sink(out, lse, sink)
     return out.to(query.dtype), lse
+
+
+def _parts(
+    plan: MaskPlan, kernel: BlockKernel, position: int, owner: int
+) -> tuple[Rectangle, ...] | list[Rectangle]:
+    """The rectangles of the plan; bands in tiles for a kernel to which they are matrices."""
+    parts = plan.rectangles(position, owner)
+    if kernel.skips_outside_bands or all(part.band is None for part in parts):
+        return parts
+    return [tile for part in parts for tile in tiles(part)]
 
 
 def ring_attention_backward(
@@ -123,10 +150,10 @@ def ring_attention_backward(
     *,
     ring: Ring,
     kernel: BlockKernel,
-    causal: bool,
+    plan: MaskPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`ring_attention_forward`.
+    """The gradients of :func:`ring_attention_forward`, but for that of its sink.
 
     Args:
         out_gradient: ``[rows, b, a, dv]``.
@@ -135,12 +162,10 @@ def ring_attention_backward(
     Returns:
         dQ, dK, dV in the shapes and dtypes of query, key and value.
     """
-    layout = ZigzagGrid(1, ring.size)
-    rows = query.shape[0]
     query_gradient: Tensor | None = None
-    with ring.circulate_with_gradients(key, value) as rotation:
+    with ring.visiting(plan.offsets).circulate_with_gradients(key, value) as rotation:
         for owner, (k, v), gradient in rotation:
-            for part in layout.block_mask(ring.position, owner, rows, causal=causal):
+            for part in _parts(plan, kernel, ring.position, owner):
                 dq, dk, dv = kernel.backward(
                     out_gradient[part.queries],
                     query[part.queries],
@@ -149,6 +174,7 @@ def ring_attention_backward(
                     out[part.queries],
                     lse[..., part.queries],
                     causal=part.causal,
+                    band=part.band,
                     scale=scale,
                 )
                 if query_gradient is None and dq.shape == query.shape:
@@ -161,5 +187,6 @@ def ring_attention_backward(
                 gradient.add(dk, dv, at=part.keys)
                 del dq, dk, dv
         dk, dv = rotation.gradients()
-    assert query_gradient is not None
+    if query_gradient is None:  # all rows are padding
+        query_gradient = torch.zeros_like(query)
     return query_gradient.to(query.dtype), dk, dv

@@ -18,7 +18,13 @@ from grids import (
 import megatron_longseq
 from megatron_longseq.attention_2d import TwoDAttention
 from megatron_longseq.communication import BufferPool, Ring
-from megatron_longseq.softmax import AtenKernel, choose_kernel, ring_attention_forward
+from megatron_longseq.softmax import (
+    AtenKernel,
+    Mask,
+    MaskPlan,
+    choose_kernel,
+    ring_attention_forward,
+)
 from megatron_longseq.token_layout import ZigzagGrid
 
 EXACT = 1e-12  # fp64; 1e-10 is asked for
@@ -162,7 +168,8 @@ def lse_of_a_ring(causal):
     ring = Ring(dist.group.WORLD, BufferPool(), timeout_seconds=30)
     mine = [grid.split(tensor, dist.get_rank()) for tensor in (q, k, v)]
     kernel = choose_kernel("aten", torch.float64, torch.device("cpu"))
-    _, lse = ring_attention_forward(*mine, ring=ring, kernel=kernel, causal=causal, scale=0.3)
+    plan = MaskPlan(Mask(causal), ring.size, len(mine[0]))
+    _, lse = ring_attention_forward(*mine, ring=ring, kernel=kernel, plan=plan, scale=0.3)
     _, expected = dense_attention(q, k, v, causal, 0.3)
     return relative_error(lse, grid.split(expected, dist.get_rank(), 2))
 
