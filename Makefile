@@ -70,6 +70,10 @@ bench-lasp: setup-bench ## compare linear attention over ranks with Ulysses, LAS
 bench-metp: ready ## compare METP with Megatron's tensor parallelism
 	@$(PYTHON_IN_VENV) benchmarks/metp.py $(ARGS)
 
+.PHONY: bench-attention-at-scale
+bench-attention-at-scale: ready ## compare double rings, kept attention and packed rows (root, for links)
+	@$(PYTHON_IN_VENV) benchmarks/attention_at_scale.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove caches, build results and the demo's output; keeps .venv
 	@rm -rf build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

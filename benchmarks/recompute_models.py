@@ -1,0 +1,148 @@
+"""The model of ``attention_at_scale.py``'s recompute part: a GPT of 2D attention, DDP and Adam."""
+
+from collections.abc import Callable
+from typing import Any
+
+import at_scale_parts as parts
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron_longseq.attention_2d import attention
+from megatron_longseq.config import LongSeqTransformerConfig
+from megatron_longseq.layer_specs import longseq_layer_spec
+from megatron_longseq.memory.keep_attention import Kept
+from megatron_longseq.model_builder import LongSeqGPTModelBuilder, LongSeqGPTModelConfig
+from megatron_longseq.token_layout import zigzag_tokens
+
+
+def start(ranks: int) -> None:
+    """Megatron's groups: one ring of all ranks."""
+    torch.set_num_threads(1)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=ranks, hierarchical_context_parallel_sizes=[1, ranks]
+    )
+    destroy_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        rank=dist.get_rank(),
+        rampup_batch_size=None,
+        global_batch_size=1,
+        micro_batch_size=1,
+        data_parallel_size=1,
+    )
+
+
+class Training:
+    """Two layers under full recompute, and a step of training them.
+
+    Args:
+        keep: keep what attention has computed.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        transformer = LongSeqTransformerConfig(
+            num_layers=parts.KEEP_LAYERS,
+            hidden_size=parts.KEEP_HIDDEN,
+            num_attention_heads=parts.KEEP_HEADS,
+            context_parallel_size=dist.get_world_size(),
+            transformer_impl="local",
+            use_cpu_initialization=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            gradient_accumulation_fusion=False,
+            finalize_model_grads_func=finalize_model_grads,
+            longseq_context_parallel="2d",
+            longseq_head_parallel_size=1,
+            longseq_keep_attention_output=keep,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+        )
+        config = LongSeqGPTModelConfig(
+            transformer=transformer,
+            transformer_layer_spec=longseq_layer_spec,
+            vocab_size=parts.KEEP_VOCABULARY,
+            seq_length=parts.KEEP_TOKENS,
+            position_embedding_type="none",
+        )
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        builder = LongSeqGPTModelBuilder(config)
+        (self.model,) = builder.build_distributed_models(self.groups, ddp_config=ddp)
+        adam = OptimizerConfig(
+            optimizer="adam", lr=0.0, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0
+        )
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        generator = torch.Generator().manual_seed(2)
+        text = torch.randint(0, 257, (1, parts.KEEP_TOKENS + 1), generator=generator)
+        own = zigzag_tokens(dist.get_rank(), dist.get_world_size(), parts.KEEP_TOKENS)
+        self.batch = text[:, :-1][:, own], own[None], text[:, 1:][:, own]
+
+    def step(self) -> float:
+        """One micro-batch, gradients finished, weights updated."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        (result,) = forward_backward_no_pipelining(
+            forward_step_func=self._forward_step,
+            data_iterator=iter([self.batch]),
+            model=[self.model],
+            num_microbatches=1,
+            seq_length=parts.KEEP_TOKENS,
+            micro_batch_size=1,
+            pg_collection=self.groups,
+        )
+        self.optimizer.step()
+        return float(result["loss"])
+
+    def _forward_step(self, batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
+        tokens, positions, labels = next(batches)
+        return model(tokens, positions, None, labels=labels), _mean
+
+    def attention_forwards(self) -> float:
+        """Passes of attention per layer in a step of one micro-batch."""
+        plain, calls = attention.ring_attention_forward, []
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
+
+        attention.ring_attention_forward = counted
+        try:
+            self.step()
+        finally:
+            attention.ring_attention_forward = plain
+        return len(calls) / parts.KEEP_LAYERS
+
+    def kept_bytes(self) -> int:
+        """Bytes that checkpoints keep of attention between forward and backward."""
+        plain, held = Kept.keep, []
+
+        def counted(kept: Kept, tensors: tuple[Tensor, ...]) -> None:
+            held.append(sum(t.numel() * t.element_size() for t in tensors))
+            plain(kept, tensors)
+
+        Kept.keep = counted  # type: ignore[method-assign]
+        try:
+            self.step()
+        finally:
+            Kept.keep = plain  # type: ignore[method-assign]
+        return sum(held)
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach()}
