@@ -19,7 +19,7 @@ TYPED := $(wildcard \
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: setup
 setup: ## make .venv, or bring it up to date (PYTHON=... chooses the Python)
@@ -65,6 +65,10 @@ bench-attention: setup-bench ## compare 2D attention with DeepSpeed-Ulysses and 
 .PHONY: bench-lasp
 bench-lasp: setup-bench ## compare linear attention over ranks with Ulysses, LASP's order, ring attention
 	@$(PYTHON_IN_VENV) benchmarks/lasp.py $(ARGS)
+
+.PHONY: bench-lasp-model
+bench-lasp-model: ready ## measure whole linear models: longest sequence, memory, step time, losses
+	@$(PYTHON_IN_VENV) benchmarks/lasp_model.py $(ARGS)
 
 .PHONY: bench-metp
 bench-metp: ready ## compare METP with Megatron's tensor parallelism
