@@ -1,9 +1,9 @@
 """What ``benchmarks/lasp_model.py`` compares: one GPT model under the ways to split a sequence.
 
-Every contender is Megatron's GPT model, DDP with the distributed optimizer, Adam and schedule, built
-from this package's layer specs; they differ by what flags would change. All start from the same
-weights, whatever their layout. A micro-batch is one sequence, made whole on every rank and cut for
-it as the entry point does.
+Every contender is Megatron's GPT model, DDP with the distributed optimizer, Adam and schedule,
+built from this package's layer specs; they differ by what flags would change. All start from the
+same weights, whatever their layout. A micro-batch is one sequence, made whole on every rank and cut
+for it as the entry point does.
 """
 
 from argparse import Namespace
@@ -53,9 +53,9 @@ class Contender:
 
     Attributes:
         method: ``LASP`` (linear attention over context-parallel ranks) and ``TP+SP`` (Megatron's
-            tensor and sequence parallelism) compute the same linear model; ``Ulysses`` (2D attention,
-            head-parallel alone) and ``ring attention`` (2D attention, ring alone) the softmax model
-            of the same sizes.
+            tensor and sequence parallelism) compute the same linear model; ``Ulysses`` (2D
+            attention, head-parallel alone) and ``ring attention`` (2D attention, ring alone) the
+            softmax model of the same sizes.
         recompute: ``none``; ``full``, of every layer; ``chunks``, sequence accumulation, which
             computes every forward twice as well.
         chunk_tokens: of the whole sequence, for ``chunks``.
