@@ -19,7 +19,7 @@ TYPED := $(wildcard \
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: setup
 setup: ## make .venv, or bring it up to date (PYTHON=... chooses the Python)
@@ -77,6 +77,10 @@ bench-metp: ready ## compare METP with Megatron's tensor parallelism
 .PHONY: bench-attention-at-scale
 bench-attention-at-scale: ready ## compare double rings, kept attention and packed rows (root, for links)
 	@$(PYTHON_IN_VENV) benchmarks/attention_at_scale.py $(ARGS)
+
+.PHONY: example-encoder
+example-encoder: ready ## train an encoder of linear attention to label Python source; a minute or so
+	@$(PYTHON_IN_VENV) scripts/label_text.py $(ARGS)
 
 .PHONY: clean
 clean: ## remove caches, build results and the demo's output; keeps .venv
