@@ -11,8 +11,9 @@ Megatron's zigzag order over all ranks (:mod:`..token_layout`), which the exchan
 ring's zigzag for any factorisation. Fewer key/value heads than head-parallel ranks: each counts
 ``lcm(g, hp) / g`` times, and no query head is parted from its own.
 
-Windows and packed documents are plans of rectangles (:mod:`..softmax.mask_plan`), and blocks that
-nobody sees do not travel. A sink enters after the ring (:mod:`..softmax.sink`).
+Windows and packed documents are plans of rectangles (:mod:`..softmax.mask_plan`); where they leave
+little of other blocks to be seen, those rows travel alone (:mod:`..communication.row_exchange`). A
+sink enters after the ring (:mod:`..softmax.sink`).
 
 Kept for the backward, per rank: q, k, v and out after the exchange, and the log-sum-exp. What is
 sent: :mod:`.traffic`.

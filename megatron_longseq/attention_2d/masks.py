@@ -81,7 +81,7 @@ def _documents(
         )
     lengths = [high - low for low, high in pairwise(real)]
     for index, ((low, high), length) in enumerate(zip(pairwise(padded), lengths, strict=True)):
-        if (high - low) % (2 * ranks):
+        if ranks > 1 and (high - low) % (2 * ranks):
             raise UserError(
                 f"document {index} has {high - low} tokens with padding: cu_seqlens_padded means "
                 f"that each document is a zigzag over {ranks} ranks by itself, so it must have a "
@@ -93,4 +93,4 @@ def _documents(
                 f"document {index} has {length} tokens in cu_seqlens and {high - low} with padding "
                 "in cu_seqlens_padded, which cannot be less"
             )
-    return PackedDocuments(tuple(padded), tuple(lengths), zigzag=True)
+    return PackedDocuments(tuple(padded), tuple(lengths), zigzag=ranks > 1)

@@ -9,7 +9,8 @@ count, widths d and dv, and e bytes per element (e' per element of dK and dV on 
 
     S = n b m (d + dv) e        the K and V of a ring position on one rank
 
-Where a mask leaves only ``blocks`` of the ring's blocks to be seen, ``blocks`` stands for ``ring``.
+Under a window or with packed documents, of which ranks see little of one another's blocks, K and V
+take the rows that are seen instead of blocks, and dK and dV as many (``MaskPlan.rows_used``).
 
 The head exchange moves q, k, v and out forward, and dO, dQ, dK and dV backward: the same bytes.
 """
@@ -48,14 +49,12 @@ def attention_traffic(
     element_bytes: int,
     gradient_bytes: int,
     backward: bool,
-    blocks: int | None = None,
 ) -> AttentionTraffic:
     """What one rank sends in one forward, or one backward, of 2D attention.
 
     Args:
         tokens: on this rank.
         width, value_width: of keys and queries, and of values.
-        blocks: that some rank sees, its own counted (``MaskPlan.offsets``); all if not given.
         element_bytes, gradient_bytes: per element of the inputs, and of dK and dV on their way.
     """
     counted_heads = lcm(key_heads, head_parallel)
@@ -63,11 +62,10 @@ def attention_traffic(
     exchanged = per_head * (query_heads + counted_heads) * (head_parallel - 1) // head_parallel
     block = per_head * counted_heads
     nothing = Traffic(0, 0)
-    stops = ring if blocks is None else blocks
     return AttentionTraffic(
         head_exchange=Traffic(8 * (head_parallel - 1), exchanged * element_bytes),
-        ring_blocks=Traffic(2 * (stops - 1), (stops - 1) * block * element_bytes),
-        ring_gradients=Traffic(2 * stops, stops * block * gradient_bytes)
-        if backward and stops > 1
+        ring_blocks=Traffic(2 * (ring - 1), (ring - 1) * block * element_bytes),
+        ring_gradients=Traffic(2 * ring, ring * block * gradient_bytes)
+        if backward and ring > 1
         else nothing,
     )

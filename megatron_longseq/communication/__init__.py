@@ -5,6 +5,7 @@ from .all_to_all import HeadExchange
 from .buffers import BufferPool
 from .groups import GroupPlace
 from .ring import Ring, Rotation
+from .row_exchange import RowExchange
 from .schedule import DoubleRing, Hop, Schedule, SingleRing, Step
 from .transport import CommunicationError, CommunicationTimeout
 
@@ -19,6 +20,7 @@ __all__ = [
     "Hop",
     "Ring",
     "Rotation",
+    "RowExchange",
     "Schedule",
     "SingleRing",
     "Step",

@@ -31,7 +31,7 @@ from torch import Tensor
 from .buffers import BufferPool
 from .gradient_chain import Gradient, GradientChain
 from .groups import GroupPlace
-from .schedule import Hop, Schedule, SingleRing, SkippingRing, Step
+from .schedule import Hop, Schedule, SingleRing, Step
 from .slots import Slot, release, step_name
 from .transport import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -72,12 +72,9 @@ class Ring:
     ) -> None:
         self.place = GroupPlace.of(group)
         self.pool = pool
-        self._group = group
-        self._gradient_group = (lane_groups or {}).get("gradients")
-        self._staging: Staging = staging
-        self._partial: tuple[tuple[int, ...], Ring] | None = None
         self.gradient_dtype = gradient_dtype
         self.timeout_seconds = timeout_seconds
+        self.staging: Staging = staging
         self.steps = (schedule or SingleRing()).steps(self.place.position, self.place.size)
         places = {lane: GroupPlace.of(own) for lane, own in (lane_groups or {}).items()}
         lanes = {hop.lane for step in self.steps for hop in step.hops}
@@ -112,30 +109,6 @@ class Ring:
     def rank_at(self, position: int) -> int:
         """The global rank at a ring position."""
         return self.place.ranks[position]
-
-    def visiting(self, offsets: Sequence[int]) -> "Ring":
-        """This ring, or one over the same ranks and pool on which blocks make fewer stops.
-
-        Args:
-            offsets: how many positions down the ring blocks are used, ascending from 0 on; the same
-                on all ranks. All of them give this ring with its own schedule.
-        """
-        wanted = tuple(offsets)
-        if len(wanted) == self.size:
-            return self
-        if self._partial is None or self._partial[0] != wanted:
-            gradients = self._gradient_group
-            partial = Ring(
-                self._group,
-                self.pool,
-                schedule=SkippingRing(wanted),
-                lane_groups={} if gradients is None else {"gradients": gradients},
-                timeout_seconds=self.timeout_seconds,
-                gradient_dtype=self.gradient_dtype,
-                staging=self._staging,
-            )
-            self._partial = wanted, partial
-        return self._partial[1]
 
     def circulate(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields ``(owner, block)`` for the blocks of all ranks, the own one first.

@@ -87,42 +87,6 @@ class SingleRing:
 
 
 @dataclass(frozen=True)
-class SkippingRing:
-    """A single ring that leaves out steps at which no rank would use its block.
-
-    A block goes at once to where it is used next, and its gradient, from the last such place, at
-    once home: ``len(offsets) - 1`` hops, ``len(offsets)`` for gradients if it travels at all.
-
-    Args:
-        offsets: how many positions down the ring each block is used, ascending, from 0 on; the same
-            on all ranks.
-    """
-
-    offsets: tuple[int, ...]
-    lane: str = "ring"
-
-    def steps(self, position: int, size: int) -> tuple[Step, ...]:
-        """The steps of the rank at ring ``position`` of ``size``, in order.
-
-        Raises:
-            ValueError: the offsets are not ascending from 0 on, or leave the ring.
-        """
-        offsets = self.offsets
-        if not offsets or offsets[0] != 0 or offsets[-1] >= size:
-            raise ValueError(f"offsets {offsets} of a ring of {size}")
-        steps = []
-        for index, (offset, then) in enumerate(zip(offsets, (*offsets[1:], size), strict=True)):
-            if then <= offset:
-                raise ValueError(f"offsets {offsets} must ascend")
-            after, before = (position + then - offset) % size, (position - then + offset) % size
-            hop = Hop(after, before, index + 1, self.lane)
-            home = Hop(after, before, index + 1, "gradients") if len(offsets) > 1 else None
-            hops = (hop,) if index < len(offsets) - 1 else ()
-            steps.append(Step((position - offset) % size, hops, home))
-        return tuple(steps)
-
-
-@dataclass(frozen=True)
 class DoubleRing:
     """Windows of consecutive places: a ring inside each, and rings between them.
 

@@ -9,6 +9,9 @@ that are consecutive tokens of one document, and two runs of one document meet i
     a sliding window ends inside                a band, cut to the rows that take part
     different documents, or later keys          nothing
 
+Where little of other ranks' blocks is seen, the rows that are seen travel alone, straight to who
+sees them (``sparse``, ``offsets``, ``rows_used``).
+
 Where the document of two runs is the same on both sides of a boundary between runs, rectangles
 join: without documents and windows the plan is :meth:`..token_layout.ZigzagGrid.block_mask`.
 
@@ -141,10 +144,51 @@ class MaskPlan:
             or any(self._sees(place, (place - offset) % size) for place in range(size))
         )
 
-    def pairs(self) -> int:
-        """Pairs of a query row and a key row that meet in a rectangle or half of a square."""
-        places = range(self.grid.ring)
-        parts = (part for p in places for o in places for part in self.rectangles(p, o))
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether the rows that others use are less than half of what the ring would carry.
+
+        They then go straight to who uses them; the same on every rank.
+        """
+        ring = self.grid.ring
+        if self.mask.plain or ring == 1:
+            return False
+        used = sum(
+            rows.stop - rows.start
+            for offset in self.offsets[1:]
+            for place in range(ring)
+            for rows in self.rows_used(place, (place - offset) % ring)
+        )
+        return 2 * used < ring * (ring - 1) * self.rows
+
+    def rows_used(self, position: int, owner: int) -> tuple[slice, ...]:
+        """Key rows of the block of ``owner`` that ring ``position`` uses, ascending, apart."""
+        found: list[slice] = []
+        rectangles = self.rectangles(position, owner)
+        for keys in sorted((part.keys for part in rectangles), key=lambda rows: rows.start):
+            if found and keys.start <= found[-1].stop:
+                found[-1] = slice(found[-1].start, max(found[-1].stop, keys.stop))
+            else:
+                found.append(keys)
+        return tuple(found)
+
+    def rectangles_of_used_rows(self, position: int, owner: int) -> tuple[Rectangle, ...]:
+        """As :meth:`rectangles`, with key rows counted in :meth:`rows_used`, side by side."""
+        moved, before = [], 0
+        for used in self.rows_used(position, owner):
+            for part in self.rectangles(position, owner):
+                if used.start <= part.keys.start and part.keys.stop <= used.stop:
+                    first = part.keys.start - used.start + before
+                    keys = slice(first, first + part.keys.stop - part.keys.start)
+                    moved.append(Rectangle(part.queries, keys, part.causal, part.band))
+            before += used.stop - used.start
+        return tuple(moved)
+
+    def pairs(self, position: int | None = None) -> int:
+        """Pairs of a query row and a key that it sees, of one ring position or of all."""
+        owners = range(self.grid.ring)
+        places = owners if position is None else (position,)
+        parts = (part for p in places for o in owners for part in self.rectangles(p, o))
         return sum(_pairs(part) for part in parts)
 
     # --- runs ---------------------------------------------------------------------------------

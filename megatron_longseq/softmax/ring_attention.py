@@ -5,8 +5,9 @@ visible, and merged by log-sum-exp. Backward: keys and values go round again, ev
 taken with the *final* output and log-sum-exp, dQ adds up here and dK, dV follow their block home.
 
 Per rank and pass, with ring size R: ``R - 1`` hops of K and V forward; ``R - 1`` of K and V and
-``R`` of dK and dV (fp32) backward; fewer where nobody sees some of the blocks. Held at a time,
-whatever R is: two receive buffers for K and V, two for dK and dV, one block's partial results.
+``R`` of dK and dV (fp32) backward; where the plan leaves little of other blocks to be seen, only
+those rows. Held at a time, whatever R is: two receive buffers for K and V, two for dK and dV, one
+block's partial results.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..communication.ring import Ring, accumulation_dtype
+from ..communication.row_exchange import RowExchange
 from ..memory.keep_attention import keep_rows_or_compute
 from ..token_layout import Rectangle
 from .block_kernels import BlockKernel
@@ -104,7 +106,7 @@ def ring_attention_forward(
         device=query.device,
     )
     nothing = True
-    for owner, (k, v) in ring.visiting(plan.offsets).circulate(key, value):
+    for owner, (k, v) in _way(ring, plan).circulate(key, value):
         for whole in _parts(plan, kernel, ring.position, owner):
             part = whole.up_to(wanted)
             if part is None:
@@ -130,11 +132,21 @@ def ring_attention_forward(
     return out.to(query.dtype), lse
 
 
+def _way(ring: Ring, plan: MaskPlan) -> Ring | RowExchange:
+    """How blocks travel: round the ring; where few of their rows are used, these alone."""
+    if plan.sparse:
+        return RowExchange(ring, plan.offsets, plan.rows_used)
+    return ring
+
+
 def _parts(
     plan: MaskPlan, kernel: BlockKernel, position: int, owner: int
 ) -> tuple[Rectangle, ...] | list[Rectangle]:
     """The rectangles of the plan; bands in tiles for a kernel to which they are matrices."""
-    parts = plan.rectangles(position, owner)
+    if plan.sparse and owner != position:
+        parts = plan.rectangles_of_used_rows(position, owner)
+    else:
+        parts = plan.rectangles(position, owner)
     if kernel.skips_outside_bands or all(part.band is None for part in parts):
         return parts
     return [tile for part in parts for tile in tiles(part)]
@@ -163,7 +175,7 @@ def ring_attention_backward(
         dQ, dK, dV in the shapes and dtypes of query, key and value.
     """
     query_gradient: Tensor | None = None
-    with ring.visiting(plan.offsets).circulate_with_gradients(key, value) as rotation:
+    with _way(ring, plan).circulate_with_gradients(key, value) as rotation:
         for owner, (k, v), gradient in rotation:
             for part in _parts(plan, kernel, ring.position, owner):
                 dq, dk, dv = kernel.backward(

@@ -267,69 +267,107 @@ STREAMS = {stream.tag: stream.name for stream in (RING_BLOCKS, RING_GRADIENTS)}
 
 
 def counted(options):
-    """Messages and bytes of blocks and gradients, forward and backward; and the formula's."""
-    hp, ring, per_rank = 1, 4, 16
-    operator = TwoDAttention(*grid_groups(hp, ring), timeout_seconds=30)
-    total = per_rank * hp * ring
-    leaves = [torch.randn(per_rank, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    documents = options.get("cu_seqlens")
-    mask = Mask(
-        window=options.get("window"),
-        documents=documents and PackedDocuments.whole_row(documents),
-    )
-    blocks = len(MaskPlan(mask, ring, total // ring).offsets)
-    pairs = []
+    """Messages and bytes of blocks and gradients that this rank sends, forward and backward."""
+    operator = TwoDAttention(*grid_groups(1, 4), timeout_seconds=30)
+    leaves = [torch.randn(16, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    found = []
     with TrafficCounter(STREAMS) as counter:
         out = operator(*leaves, **options)
         for backward in (False, True):
             if backward:
                 counter.reset()
                 out.backward(torch.ones_like(out))
-            formula = attention_traffic(
-                tokens=per_rank,
-                batch=1,
-                query_heads=4,
-                key_heads=2,
-                width=8,
-                value_width=8,
-                head_parallel=hp,
-                ring=ring,
-                blocks=blocks,
-                element_bytes=4,
-                gradient_bytes=4,
-                backward=backward,
-            )
-            for stream, expected in (
-                (RING_BLOCKS, formula.ring_blocks),
-                (RING_GRADIENTS, formula.ring_gradients),
-            ):
+            for stream in (RING_BLOCKS, RING_GRADIENTS):
                 sent = counter.traffic.total(stream=stream.name, operation="send")
-                pairs.append(
-                    ((sent.messages, sent.bytes_sent), (expected.messages, expected.bytes))
-                )
-    return blocks, pairs
+                found.append((sent.messages, sent.bytes_sent))
+    return found
+
+
+def plan_of(options):
+    documents = options.get("cu_seqlens")
+    documents = documents and PackedDocuments.whole_row(documents)
+    return MaskPlan(Mask(window=options.get("window"), documents=documents), 4, 16)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"cu_seqlens": [0, 60, 64]}])
+def test_blocks_that_are_seen_go_round_the_ring(ranks, options):
+    assert not plan_of(options).sparse
+    sizes = dict(tokens=16, batch=1, query_heads=4, key_heads=2, width=8, value_width=8)
+    sizes |= dict(head_parallel=1, ring=4, element_bytes=4, gradient_bytes=4)
+    expected = []
+    for backward in (False, True):
+        formula = attention_traffic(**sizes, backward=backward)
+        for stream in (formula.ring_blocks, formula.ring_gradients):
+            expected.append((stream.messages, stream.bytes))
+    for found in ranks.run(counted, world_size=4, args=(options,), backend="gloo"):
+        assert found == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "blocks"),
+    ("options", "most"),
     [
-        ({}, 4),
-        ({"window": 8}, 3),  # a chunk's neighbours
-        ({"window": 0}, 1),
-        ({"cu_seqlens": [0, 8, 16, 24, 32, 40, 48, 56, 64]}, 1),  # no document leaves its chunk
-        ({"cu_seqlens": [0, 4, 12, 20, 28, 36, 44, 52, 60, 64]}, 3),
-        ({"cu_seqlens": [0, 40, 64]}, 4),
+        ({"window": 0}, 0),
+        ({"window": 3}, 3 + 3),  # the tails of both chunks
+        ({"cu_seqlens": [0, 8, 16, 24, 32, 40, 48, 56, 64]}, 0),  # no document leaves its chunk
+        ({"cu_seqlens": [0, 7, 15, 25, 31, 39, 47, 57, 64]}, 12),
+        ({"cu_seqlens": [0, 16, 48, 64]}, 16),
     ],
 )
-def test_blocks_that_nobody_sees_do_not_travel(ranks, options, blocks):
-    for found, pairs in ranks.run(counted, world_size=4, args=(options,), backend="gloo"):
-        assert found == blocks
-        for sent, expected in pairs:
-            assert sent == expected
+def test_of_blocks_little_seen_the_seen_rows_alone_travel(ranks, options, most):
+    plan = plan_of(options)
+    assert plan.sparse
+    results = ranks.run(counted, world_size=4, args=(options,), backend="gloo")
+    for rank, found in enumerate(results):
+        used = [plan.rows_used(user, rank) for user in range(4) if user != rank]
+        sizes = [sum(rows.stop - rows.start for rows in one) for one in used]
+        here = [plan.rows_used(rank, owner) for owner in range(4) if owner != rank]
+        back = [sum(rows.stop - rows.start for rows in one) for one in here]
+        assert sum(sizes) <= most
+        row = 2 * 2 * 8 * 4  # K and V, heads, width, bytes
+        keys = (2 * sum(map(bool, sizes)), row * sum(sizes))
+        gradients = (2 * sum(map(bool, back)), row * sum(back))
+        assert found == [keys, (0, 0), keys, gradients]
+
+
+def fails_in_the_middle(where):
+    """A kernel that fails in every rank's own block, with rows on their way; then all works."""
+    from megatron_longseq.softmax import AtenKernel
+
+    operator, grid = TwoDAttention(*grid_groups(1, 4), timeout_seconds=30), ZigzagGrid(1, 4)
+    calls = {"forward": 0, "backward": 0}
+
+    class Failing(AtenKernel):
+        def forward(self, *args, **kwargs):
+            return self.count("forward", super().forward, args, kwargs)
+
+        def backward(self, *args, **kwargs):
+            return self.count("backward", super().backward, args, kwargs)
+
+        def count(self, name, function, args, kwargs):
+            calls[name] += 1
+            if name == where and calls[name] == 2:
+                raise MemoryError("no room")
+            return function(*args, **kwargs)
+
+    data = random_sequence(64, 1, 4, 4, 8, 8)
+    visible, tokens = dense_mask(64, window=5), grid.tokens(dist.get_rank(), 64)
+    prepare, operator._prepare = operator._prepare, lambda *_: Failing()
+    with pytest.raises(MemoryError, match="no room"):
+        errors(operator, tokens, data, visible, window=5)
+    leased, operator._prepare = operator.buffers.leased_bytes, prepare
+    return leased, errors(operator, tokens, data, visible, window=5)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_between_rows_on_their_way_leaves_the_pool_whole(ranks, where):
+    for leased, error in ranks.run(
+        fails_in_the_middle, world_size=4, args=(where,), backend="gloo"
+    ):
+        assert leased == 0 and error < EXACT
 
 
 def double_ring_of_documents():
-    """A double ring, whose windows no longer fit where steps are left out; and full again."""
+    """A double ring, and documents short enough to leave it; by turns."""
     _, ring = grid_groups(1, 4)
     grid, found = ZigzagGrid(1, 4), []
     for boundaries in ([0, 4, 12, 20, 28, 36, 44, 52, 60, 64], [0, 64]):

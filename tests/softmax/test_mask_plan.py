@@ -1,6 +1,7 @@
 """A plan's rectangles add up to the dense mask; none is empty, and none is larger than it says."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,6 +56,24 @@ def painted(plan, total, *, tiled):
     return seen, tuple(sorted(used))
 
 
+def painted_by_used_rows(plan, total):
+    """As painted, of blocks of others in the rows that are used, side by side."""
+    ring, documents = plan.grid.ring, plan.mask.documents
+    seen, rows_sent = torch.zeros(total, total, dtype=torch.int64), 0
+    for position in range(ring):
+        for owner in range(ring):
+            used = plan.rows_used(position, owner)
+            assert all(a.stop < b.start for a, b in pairwise(used))
+            block = tokens(documents, ring, owner, total)
+            arrived = torch.cat([block[:0], *(block[rows] for rows in used)])
+            if owner != position:
+                rows_sent += len(arrived)
+            for part in plan.rectangles_of_used_rows(position, owner):
+                queries = tokens(documents, ring, position, total)[part.queries]
+                seen[queries.unsqueeze(1), arrived[part.keys]] += matrix(part).long()
+    return seen, rows_sent
+
+
 def random_case(rng):
     ring, documents = rng.randint(1, 5), None
     total = 2 * ring * rng.randint(1, 9)
@@ -99,6 +118,10 @@ def test_rectangles_of_any_mask_add_up_to_the_dense_one(tiled, monkeypatch):
         assert torch.equal(seen, as_dense(mask, total).long()), (mask, ring, total)
         assert used == plan.offsets
         assert plan.pairs() == seen.sum()
+        again, rows_sent = painted_by_used_rows(plan, total)
+        assert torch.equal(again, seen)
+        if plan.sparse:
+            assert 2 * rows_sent < (ring - 1) * total
 
 
 def test_one_long_document_costs_no_more_calls_than_none():
