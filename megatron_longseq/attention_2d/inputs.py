@@ -28,7 +28,7 @@ def describe_inputs(
             fields[f"{name} shape"] = tuple(tensor.shape)
         fields[f"{name} dtype"] = tensor.dtype
         fields[f"{name} requires a gradient"] = torch.is_grad_enabled() and tensor.requires_grad
-    fields["sink"] = None if sink is None else (tuple(sink.shape), sink.dtype)
+    fields["sink"] = None if sink is None else f"{list(sink.shape)} {sink.dtype}"
     if sink is not None:
         fields["sink requires a gradient"] = torch.is_grad_enabled() and sink.requires_grad
     return fields

@@ -27,6 +27,18 @@ ODD_ONE = {
     "causal": ({}, {"causal": False}, "causal: True on ranks 0, 1, 3, False on rank 2"),
     "scale": ({}, {"softmax_scale": 0.5}, "softmax_scale: None on ranks 0, 1, 3, 0.5 on rank 2"),
     "kernel": ({}, {"kernel": "reference"}, "kernel: aten on ranks 0, 1, 3, reference on rank 2"),
+    "window": ({}, {"window": 3}, "window: None on ranks 0, 1, 3, 3 on rank 2"),
+    "documents": (
+        {},
+        {"cu_seqlens": [0, 5, 16]},
+        "documents: none on ranks 0, 1, 3, [0, 5, 16] on rank 2",
+    ),
+    "sink": ({}, {"sink": torch.zeros(4)}, "sink: None on ranks 0, 1, 3, [4] torch.float32 on rank 2"),
+    "documents that do not end": (
+        {},
+        {"cu_seqlens": [0, 5]},
+        "problem: none on ranks 0, 1, 3, cu_seqlens from [0] to [5]: it must begin with 0 and end",
+    ),
     "missing kernel": (
         {},
         {"kernel": "flash"},
@@ -84,6 +96,31 @@ WRONG = [
     ({"dtype": torch.int64}, {}, "query is torch.int64; 2D attention works in torch.float64"),
     ({"tokens": 0}, {}, r"query of shape \(0, 1, 4, 8\): expected \[tokens"),
     ({}, {"kernel": "flesh"}, "kernel 'flesh': unknown; there are auto, flash, aten, reference"),
+    ({}, {"window": -1}, "window=-1: a token sees itself .* at least 0, or None"),
+    ({}, {"window": 2, "causal": False}, "window=2 with causal=False"),
+    ({}, {"prefix": -2}, "prefix=-2: a number of tokens"),
+    ({}, {"prefix": 2, "causal": False}, "prefix=2 with causal=False, where everything is seen"),
+    ({}, {"cu_seqlens": [0, 4]}, r"cu_seqlens from \[0\] to \[4\]: it must begin .* end with 8"),
+    ({}, {"cu_seqlens": [0, 5, 3, 8]}, r"cu_seqlens\[2\] = 3 is less than cu_seqlens\[1\] = 5"),
+    ({}, {"cu_seqlens": torch.tensor([0.0, 8.0])}, "cu_seqlens of shape .* one dimension of int"),
+    ({"batch": 2}, {"cu_seqlens": [0, 8]}, "cu_seqlens with a micro-batch of 2: .* once per row"),
+    ({}, {"cu_seqlens_padded": [0, 8]}, "cu_seqlens_padded without cu_seqlens"),
+    (
+        {},
+        {"cu_seqlens": [0, 8], "cu_seqlens_padded": [0, 4, 8]},
+        "cu_seqlens has 2 entries and cu_seqlens_padded 3",
+    ),
+    (
+        {},
+        {"cu_seqlens": [0, 5, 7], "cu_seqlens_padded": [0, 6, 8]},
+        "document 0 has 6 tokens with padding: .* multiple of 2 x 2 = 4",
+    ),
+    (
+        {},
+        {"cu_seqlens": [0, 5, 7], "cu_seqlens_padded": [0, 4, 8]},
+        "document 0 has 5 tokens in cu_seqlens and 4 with padding",
+    ),
+    ({}, {"sink": torch.zeros(3)}, r"sink of shape \(3,\) .* one .* per query head, \[4\]"),
     ({}, {"softmax_scale": float("nan")}, "softmax_scale=nan must be a finite number"),
 ]
 
