@@ -238,8 +238,6 @@ def check_two_d_attention(config: TransformerConfig) -> None:
     for name, allowed in (
         ("multi_latent_attention", False),
         ("attention_dropout", 0.0),
-        ("window_size", None),
-        ("softmax_type", "vanilla"),
         ("experimental_attention_variant", None),
         ("qk_clip", False),
         ("log_max_attention_logit", False),
@@ -250,6 +248,25 @@ def check_two_d_attention(config: TransformerConfig) -> None:
                 f"{flag_of(name)} {value}: --longseq-context-parallel 2d does not know it; "
                 f"it works with {allowed}"
             )
+
+    check_window(getattr(config, "window_size", None))
+
+
+def check_window(sizes: Any) -> None:
+    """Checks ``--window-size`` for 2D attention.
+
+    Raises:
+        UserError: it looks ahead, or is neither a number of tokens nor -1.
+    """
+    if sizes is None:
+        return
+    before, after = sizes
+    if after != 0 or before < -1:
+        raise UserError(
+            f"--window-size {before},{after}: with --longseq-context-parallel 2d a token sees as "
+            "many tokens before it as the first number says (-1: all) and none after it: the "
+            f"second is 0; nearest: {max(before, -1)},0"
+        )
 
 
 def factorisation(config: TransformerConfig, head_parallel: int | None) -> Factorisation:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import cpu_platform
+from .lasp.presets import PRESETS
 from .lasp.requirements import (
     MEGATRON_SIZES,
     NOT_IN_CHUNKS,
@@ -72,6 +73,10 @@ def _keeps_attention(args: Any) -> bool:
     return args.longseq_keep_attention_output
 
 
+def _convolves(args: Any) -> bool:
+    return _linear(args) and PRESETS[args.longseq_linear_attention].convolution
+
+
 def _chunked(args: Any) -> bool:
     return args.longseq_sequence_chunks > 1
 
@@ -86,6 +91,10 @@ def _not_where(asked: Callable[[Any], bool], when: str, option: Unsupported) -> 
         option.reason,
         refuses=lambda args: asked(args) and option.rejects(getattr(args, option.name)),
     )
+
+
+def _looks_ahead(sizes: Any) -> bool:
+    return sizes is not None and (sizes[1] != 0 or sizes[0] < -1)
 
 
 def _always(_args: Any) -> bool:
@@ -125,7 +134,8 @@ RULES: tuple[FlagRule, ...] = (
         "sft",
         "refused",
         "always",
-        "packed samples are not supported yet; pretrain on whole sequences",
+        "its data set is not built here; pretrain on packed documents with "
+        "--dataloader-inter-document-masking",
         refuses=_always,
     ),
     FlagRule(
@@ -140,18 +150,58 @@ RULES: tuple[FlagRule, ...] = (
     FlagRule(
         "--dataloader-inter-document-masking",
         "dataloader_inter_document_masking",
-        "refused",
-        "always",
-        "packed samples are not supported yet; documents attend across their borders, as in "
-        "Megatron's default",
-        refuses=_always,
+        "takes effect",
+        "with --longseq-context-parallel 2d, or --longseq-linear-attention in all layers",
+        "a token sees its own document only; rows are split as a whole, documents are cut "
+        "anywhere, and blocks of keys that no document reaches do not travel. Position ids begin "
+        "anew with each document",
+    ),
+    *(
+        FlagRule(
+            "--dataloader-inter-document-masking",
+            "dataloader_inter_document_masking",
+            "refused",
+            when,
+            reason,
+            refuses=refuses,
+        )
+        for when, reason, refuses in (
+            (
+                "where neither 2D nor linear attention computes a layer",
+                "Megatron's own attention would let documents see one another here; use "
+                "--longseq-context-parallel 2d",
+                lambda args: not _two_d(args) and not _all_linear(args),
+            ),
+            (
+                "with --longseq-tensor-parallel metp",
+                "METP's ring does not know documents; use --longseq-tensor-parallel megatron",
+                _metp,
+            ),
+            (
+                "with --mtp-num-layers",
+                "Megatron shifts packed rows document by document, which are cut anywhere here; "
+                "leave out one of them",
+                lambda args: args.mtp_num_layers is not None,
+            ),
+            (
+                "with --longseq-sequence-chunks greater than 1",
+                "states pass from chunk to chunk, whatever documents end there; use 1",
+                _chunked,
+            ),
+            (
+                "with a convolution in linear layers",
+                "it would mix the ends of documents; choose a model without one: "
+                + ", ".join(name for name, preset in PRESETS.items() if not preset.convolution),
+                _convolves,
+            ),
+        )
     ),
     FlagRule(
         "--hybrid-context-parallel",
         "hybrid_context_parallel",
         "refused",
         "always",
-        "packed samples are not supported yet",
+        "groups that change with each sequence are not built here; leave it out",
         refuses=_always,
     ),
     FlagRule(
@@ -188,6 +238,30 @@ RULES: tuple[FlagRule, ...] = (
         "2D attention has none; use --attention-dropout 0",
         refuses=lambda args: args.attention_dropout > 0 and _two_d(args),
     ),
+    FlagRule(
+        "--window-size",
+        "window_size",
+        "takes effect",
+        "with --longseq-context-parallel 2d, the second number being 0",
+        "W,0: a token sees W tokens before it, in the layers that --window-attn-skip-freq leaves; "
+        "blocks of keys beyond the window do not travel",
+    ),
+    FlagRule(
+        "--window-size",
+        "window_size",
+        "refused",
+        "with --longseq-context-parallel 2d, unless the second number is 0 and the first at least "
+        "-1",
+        "a token sees none after it; use W,0",
+        refuses=lambda args: _two_d(args) and not _metp(args) and _looks_ahead(args.window_size),
+    ),
+    FlagRule(
+        "--softmax-type",
+        "softmax_type",
+        "takes effect",
+        "with --longseq-context-parallel 2d",
+        "learnable: a logit per query head, Megatron's `softmax_offset`, in its checkpoints too",
+    ),
     *(
         FlagRule(
             flag,
@@ -199,8 +273,6 @@ RULES: tuple[FlagRule, ...] = (
             refuses=_two_d,
         )
         for flag, name in (
-            ("--window-size", "window_size"),
-            ("--softmax-type", "softmax_type"),
             ("--qk-clip", "qk_clip"),
             ("--log-max-attention-logit", "log_max_attention_logit"),
             ("--experimental-attention-variant", "experimental_attention_variant"),

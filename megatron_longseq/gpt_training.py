@@ -28,6 +28,7 @@ from torch import Tensor
 from .data.corpus import TrainingTokenizer, check_data_path
 from .errors import NodeError, UserError
 from .measurement.step_records import StepRecorder
+from .packed_rows import PackedRows
 from .token_layout import contiguous_tokens
 
 # What Megatron's batch functions read, whether or not this job has it.
@@ -44,6 +45,9 @@ BATCH_KEYS = (
     "tokens",
 )
 
+# Of these, what says where documents begin; the rest are tensors of tokens.
+DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
 # Fields of Megatron's data set config that bear another name among its arguments.
 _DATASET_ARGUMENTS = {
     "random_seed": "seed",
@@ -51,6 +55,7 @@ _DATASET_ARGUMENTS = {
     "path_to_cache": "data_cache_path",
     "create_attention_mask": "create_attention_mask_in_dataloader",
     "fast_cache_load": "dataloader_fast_cache_load",
+    "inter_document_masking": "dataloader_inter_document_masking",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
 
@@ -123,6 +128,13 @@ def _cut_for_ranks(args: Any, batch: dict[str, Any], length: int) -> dict[str, A
     }
 
 
+def _one_document(args: Any) -> dict[str, Tensor]:
+    """``cu_seqlens`` and ``max_seqlen`` of rows that are one document each."""
+    device, rows = torch.cuda.current_device(), args.micro_batch_size
+    ends = torch.tensor([0, args.seq_length], dtype=torch.int32, device=device)
+    return {"cu_seqlens": ends.repeat(rows, 1), "max_seqlen": ends[1:].repeat(rows)}
+
+
 class GPTTraining(AbstractContextManager):
     """Data sets, batches and loss of one training run.
 
@@ -164,7 +176,7 @@ class GPTTraining(AbstractContextManager):
             self.recorder.begin_micro_batch(self.args.curr_iteration)
         timer = get_timers()("batch-generator", log_level=2)
         timer.start()
-        batch = self._batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        batch, documents = self._batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
         timer.stop()
         losses = model(
             batch["tokens"],
@@ -172,6 +184,7 @@ class GPTTraining(AbstractContextManager):
             batch["attention_mask"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
+            **({} if documents is None else {"packed_seq_params": documents}),
         )
         return losses, functools.partial(self._loss, batch["loss_mask"], model.training)
 
@@ -195,10 +208,15 @@ class GPTTraining(AbstractContextManager):
             )
         return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
-    def _batch(self, data_iterator: Iterator, vp_stage: int | None) -> dict[str, Tensor | None]:
-        """This rank's part of the next micro-batch: ``[b, s / cp]``, in Megatron's token order."""
+    def _batch(
+        self, data_iterator: Iterator, vp_stage: int | None
+    ) -> tuple[dict[str, Tensor | None], PackedRows | None]:
+        """This rank's part of the next micro-batch: ``[b, s / cp]``, in Megatron's token order.
+
+        And with ``--dataloader-inter-document-masking`` the documents of its rows, whole.
+        """
         if not self._reads_data(vp_stage):
-            return dict.fromkeys(BATCH_KEYS)
+            return dict.fromkeys(BATCH_KEYS), None
         args = self.args
         tp_rank = mpu.get_tensor_model_parallel_rank()
         batch: dict[str, Any] = {}
@@ -207,9 +225,11 @@ class GPTTraining(AbstractContextManager):
             for key in BATCH_KEYS:
                 value = sample.get(key)
                 batch[key] = value.cuda(non_blocking=True) if value is not None else None
+            if self._masks_documents and batch["cu_seqlens"] is None:
+                batch |= _one_document(args)  # data that says nothing of documents
         batch = get_batch_on_this_tp_rank(
             batch,
-            has_cu_seqlens=False,
+            has_cu_seqlens=self._masks_documents,
             is_hybrid_cp=False,
             create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
             broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -223,9 +243,20 @@ class GPTTraining(AbstractContextManager):
             is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
             is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
         )
-        return tokens_of_this_rank(args, batch)
+        documents = None
+        if self._masks_documents:
+            documents = PackedRows.of(batch["cu_seqlens"], args.seq_length)
+            batch |= dict.fromkeys(DOCUMENT_KEYS)
+        return tokens_of_this_rank(args, batch), documents
+
+    @property
+    def _masks_documents(self) -> bool:
+        return self.args.dataloader_inter_document_masking
 
     def _reads_data(self, vp_stage: int | None) -> bool:
+        # Every stage has attention, which needs to know the documents.
+        if self._masks_documents:
+            return True
         return is_first_or_last_pipeline_stage(vp_stage) or self._predicts_further_tokens(vp_stage)
 
     def _predicts_further_tokens(self, vp_stage: int | None) -> bool:

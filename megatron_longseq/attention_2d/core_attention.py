@@ -8,11 +8,18 @@ all layers of a model share one, with its buffers.
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from ..errors import UserError
+from ..lasp.parameters import per_head
+from ..packed_rows import PackedRows
 from ..process_groups import ContextParallelGroups
 from .attention import TwoDAttention
 
@@ -59,7 +66,8 @@ class TwoDCoreAttentionBuilder:
 class TwoDCoreAttention(MegatronModule):
     """Softmax attention of this rank's tokens to the whole sequence.
 
-    Has no parameters, so that a checkpoint moves between this and stock attention by a flag.
+    Its one parameter, with ``--softmax-type learnable``, is stock attention's ``softmax_offset``,
+    so that a checkpoint moves between the two by a flag.
     """
 
     def __init__(
@@ -96,8 +104,29 @@ class TwoDCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.kernel = kernel
+        self.window = _window(config, self.layer_number)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        if self.tp_group is None:
+            self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._build_sink(config)
         # Not a submodule: it is shared by all layers, and holds groups and buffers, no state.
         self.operator = operator
+
+    def _build_sink(self, config: Any) -> None:
+        """A logit per query head of this rank that takes part in the softmax; ``None`` without."""
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type == "vanilla":
+            return
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        whole = torch.zeros(config.num_attention_heads, device=device)
+        if config.softmax_type == "off-by-one":
+            self.softmax_offset = whole.chunk(self.tp_group.size())[0].to(config.params_dtype)
+            return
+        if config.perform_initialization:
+            # Of the whole model, so that it does not depend on the tensor-parallel size.
+            config.init_method(whole)
+        # Marked as split: a norm of gradients then counts the heads of all ranks.
+        self.softmax_offset = per_head(config, whole, self.tp_group)
 
     def forward(
         self,
@@ -115,15 +144,19 @@ class TwoDCoreAttention(MegatronModule):
 
         Args:
             query: ``[n, b, a, d]``, this rank's tokens and heads.
-            key, value: ``[n, b, g, d]``.
+            key, value: ``[n, b, g, d]``. Of documents in Megatron's ``"thd"`` format ``[n, a, d]``
+                and ``[n, g, d]``.
             attention_mask: not read: the mask follows from ``attn_mask_type``.
             attn_mask_type: causal, or none; default: what the layer was built with.
+            packed_seq_params: documents: :class:`~megatron_longseq.packed_rows.PackedRows`, or
+                Megatron's ``"thd"`` format, in which each document is a zigzag by itself.
 
         Returns:
-            ``[n, b, a * d]``.
+            ``[n, b, a * d]``; ``[n, a * d]`` in the ``"thd"`` format.
 
         Raises:
-            UserError: a mask, a bias or packed samples that 2D attention does not know.
+            UserError: a mask or a bias that 2D attention does not know, or documents in another
+                token order.
         """
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in CAUSAL + FULL:
@@ -131,18 +164,67 @@ class TwoDCoreAttention(MegatronModule):
                 f"--longseq-context-parallel 2d: attention mask {mask_type.name}; it knows causal "
                 "and no_mask"
             )
-        if attention_bias is not None or packed_seq_params is not None:
-            what = "an attention bias" if attention_bias is not None else "packed samples"
-            raise UserError(f"--longseq-context-parallel 2d: {what}: not supported")
-        out = self.operator(
-            query,
-            key,
-            value,
-            causal=mask_type in CAUSAL,
-            softmax_scale=self.softmax_scale,
-            kernel=self.kernel,
-        )
+        if attention_bias is not None:
+            raise UserError("--longseq-context-parallel 2d: an attention bias: not supported")
+        options = {
+            "causal": mask_type in CAUSAL,
+            "window": self.window,
+            "sink": self.softmax_offset,
+            "softmax_scale": self.softmax_scale,
+            "kernel": self.kernel,
+        }
+        if packed_seq_params is None:
+            out = self.operator(query, key, value, **options)
+        elif isinstance(packed_seq_params, PackedRows):
+            # Documents differ from row to row.
+            rows = enumerate(packed_seq_params.boundaries)
+            parts = [
+                self.operator(
+                    *(tensor[:, row : row + 1] for tensor in (query, key, value)),
+                    cu_seqlens=boundaries,
+                    **options,
+                )
+                for row, boundaries in rows
+            ]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        else:
+            documents = self._documents(packed_seq_params)
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            return self.operator(query, key, value, **documents, **options).flatten(1)
         return out.reshape(*out.shape[:2], -1)
+
+    def _documents(self, packed: Any) -> dict[str, Tensor]:
+        """The operator's arguments for documents in Megatron's ``"thd"`` format."""
+        if packed.qkv_format != "thd":
+            raise UserError(
+                f"--longseq-context-parallel 2d: packed samples in the format "
+                f"{packed.qkv_format}: it knows thd"
+            )
+        ranks = self.operator.heads.size * self.operator.ring.size
+        if ranks == 1 and packed.cu_seqlens_q_padded is None:
+            return {"cu_seqlens": packed.cu_seqlens_q}
+        if packed.cu_seqlens_q_padded is None:
+            raise UserError(
+                "--longseq-context-parallel 2d: packed samples without cu_seqlens_q_padded over "
+                f"{ranks} ranks: their token order cannot be told. Where each document is a zigzag "
+                "by itself, give its boundaries there too; for rows that are split as a whole use "
+                "megatron_longseq.packed_rows.PackedRows, as `longseq train` does"
+            )
+        return {"cu_seqlens": packed.cu_seqlens_q, "cu_seqlens_padded": packed.cu_seqlens_q_padded}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sink, if it is learned, as stock attention describes it."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def describe(self) -> str:
         """For the start-up lines: factorisation and kernel."""
@@ -151,4 +233,16 @@ class TwoDCoreAttention(MegatronModule):
         device = torch.device(torch.cuda.current_device())  # the CPU's, on the CPU platform
         kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
-        return f"2D attention, {heads} head-parallel x {ring} ring, kernel {kernel.name}"
+        more = "" if self.window is None else f", window {self.window}"
+        if self.softmax_offset is not None:
+            more += f", {self.config.softmax_type} sinks"
+        return f"2D attention, {heads} head-parallel x {ring} ring, kernel {kernel.name}{more}"
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """How many earlier tokens a token of this layer sees; all: None. Checked by the config."""
+    sizes = config.window_size
+    if sizes is None or sizes[0] < 0:
+        return None
+    frequency = config.window_attn_skip_freq
+    return sizes[0] if is_layer_window_attention(sizes, frequency, layer_number) else None

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
 from ..errors import UserError
+from ..packed_rows import PackedRows
 from .output_norms import HeadNorm, hidden_norm
 from .parameters import LowRank, ShortConvolution, per_head
 from .presets import (
@@ -234,6 +235,8 @@ class LinearAttention(MegatronModule):
             attention_mask: not read: the mask follows from the layer's ``attn_mask_type``.
             rotary_pos_emb: ``[n, 1, 1, d]``, or one for queries and one for keys; read by presets
                 that rotate.
+            packed_seq_params: documents,
+                :class:`~megatron_longseq.packed_rows.PackedRows`; presets without a convolution.
             state: before the first token of the sequence; zeros if not given.
             output_state: return the state after the last token.
 
@@ -245,9 +248,10 @@ class LinearAttention(MegatronModule):
             UserError: something that linear attention does not know.
         """
         del attention_mask, sequence_len_offset
+        documents = isinstance(packed_seq_params, PackedRows) and self.conv1d is None
         self._refuse(
             inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
+            packed_seq_params=None if documents else packed_seq_params,
             attention_bias=attention_bias,
         )
         passage = self.runtime.passage
@@ -261,7 +265,7 @@ class LinearAttention(MegatronModule):
         )
         if self.gate is not None:
             gate = self.gate(hidden_states).transpose(0, 1)
-        out, recurrent = self.runtime.operator(
+        out, recurrent = self._attend(
             query,
             key,
             value,
@@ -269,15 +273,38 @@ class LinearAttention(MegatronModule):
             beta=beta,
             initial_state=None if state is None else state.recurrent,
             output_final_state=output_state,
-            scale=self.heads.key_width**-0.5 if self.preset.scaled else 1.0,
-            normalize=self.preset.norm == "denominator",
-            causal=self.causal,
+            documents=packed_seq_params,
         )
         result = self.out_proj(self._rebuilt(self._output, out, gate))
         if passage is not None:
             passage.leaving[self.layer_number] = LinearState(recurrent, rows)
             return result
         return (*result, LinearState(recurrent, rows)) if output_state else result
+
+    def _attend(
+        self, *tensors: Tensor, documents: PackedRows | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operator; row by row where there are documents, which differ from row to row."""
+        options |= {
+            "scale": self.heads.key_width**-0.5 if self.preset.scaled else 1.0,
+            "normalize": self.preset.norm == "denominator",
+            "causal": self.causal,
+        }
+        if documents is None:
+            return self.runtime.operator(*tensors, **options)
+        if options["initial_state"] is not None or options["output_final_state"]:
+            raise UserError("packed documents with a state before or after them: not supported")
+        gates = {name: options.pop(name) for name in ("log_decay", "beta")}
+        outs = []
+        for row, boundaries in enumerate(documents.boundaries):
+            here = slice(row, row + 1)
+            # A constant decay has no rows.
+            own = {n: g if g is None or g.dim() == 1 else g[here] for n, g in gates.items()}
+            out, _ = self.runtime.operator(
+                *(tensor[here] for tensor in tensors), cu_seqlens=boundaries, **own, **options
+            )
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
     def _rebuilt(self, function: Callable, *arguments: Any) -> Any:
         """Calls it; with selective recompute its intermediate results are rebuilt in backward.

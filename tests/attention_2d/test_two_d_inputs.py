@@ -33,7 +33,7 @@ ODD_ONE = {
         {"cu_seqlens": [0, 5, 16]},
         "documents: none on ranks 0, 1, 3, [0, 5, 16] on rank 2",
     ),
-    "sink": ({}, {"sink": torch.zeros(4)}, "sink: None on ranks 0, 1, 3, [4] torch.float32 on rank 2"),
+    "sink": ({}, {"sink": torch.zeros(4)}, "sink: None on ranks 0, 1, 3, [4] torch.float32 on"),
     "documents that do not end": (
         {},
         {"cu_seqlens": [0, 5]},

@@ -261,7 +261,7 @@ def test_two_models_with_other_head_counts_share_a_process(megatron_ranks):
             ["--spec megatron.core", "--longseq-context-parallel 2d would have no effect"],
         ),
         (1, "--longseq-attention-kernel flash", ["kernel 'flash' cannot be used", "aten"]),
-        (1, "--window-size 4,0", ["--window-size", "2D attention does not know it"]),
+        (1, "--window-size 4,2", ["--window-size", "a token sees none after it; use W,0"]),
     ],
 )
 def test_what_cannot_work_is_refused_by_name_before_the_first_step(
