@@ -160,6 +160,7 @@ AIMS = {
     "over_megatron_sp_slow_link": "aim >= 2.36; step time of TP+SP over LASP's",
     "over_megatron_sp_loopback": "the same over loopback",
     "loss_difference_cp4_over_cp1": "relative; the largest of 100 steps, fp32",
+    "loss_difference_cp4_over_cp1_fp64": "the same in fp64",
     "recall_accuracy_cp1": "answers given more than half of all probability",
     "recall_accuracy_cp4": "",
 }
@@ -188,8 +189,8 @@ def longest_figures(rows: list[Row]) -> Row:
     if losses:
         figures["loss_difference_longest"] = max(losses)
         figures["gradient_norm_difference_longest"] = max(norms)
-    # The shortest has a chunk length of its own steps; from there on only chunks are added.
-    lengths = sorted(several)[1:]
+    # Of the runs of one step, between which only the number of chunks differs.
+    lengths = sorted(tokens for tokens, row in several.items() if len(row["losses"]) == 1)
     if len(lengths) > 1:
         first, last = several[lengths[0]], several[lengths[-1]]
         growth = (last["peak_bytes"] - first["peak_bytes"]) / (lengths[-1] - lengths[0])
@@ -229,13 +230,20 @@ def speed_figures(rows: list[Row]) -> Row:
 def loss_figures(rows: list[Row]) -> Row:
     """Of the same training on one rank and on several."""
     figures: Row = {}
-    differences = []
-    for one in (row for row in rows if row["kind"] == "text" and row["ranks"] == 1):
-        for other in rows:
-            if other["kind"] == "text" and other["name"] == one["name"] and other["ranks"] > 1:
-                differences += relative(other["losses"], one["losses"])
-    if differences:
-        figures["loss_difference_cp4_over_cp1"] = max(differences)
+    for precision, figure in (
+        ("fp32", "loss_difference_cp4_over_cp1"),
+        ("fp64", "loss_difference_cp4_over_cp1_fp64"),
+    ):
+        own = [row for row in rows if row["kind"] == "text" and row["precision"] == precision]
+        differences = [
+            difference
+            for one in (row for row in own if row["ranks"] == 1)
+            for other in own
+            if other["name"] == one["name"] and other["ranks"] > 1
+            for difference in relative(other["losses"], one["losses"])
+        ]
+        if differences:
+            figures[figure] = max(differences)
     for row in (row for row in rows if row["kind"] == "recall"):
         figures[f"recall_accuracy_cp{row['ranks']}"] = row["accuracy"]
     return figures
@@ -268,7 +276,7 @@ def print_tables(rows: list[Row], figures: Row) -> None:
             print(
                 f"p = {row['ranks']}  {row['scenario']:26} {row['budget'] / 1e6:6.2f} MB: "
                 f"{row['rival']} {row['rival_tokens']}, {row['name']} {row['tokens']} tokens "
-                f"({row['ratio']:.2f}{'' if row['counted'] else ', not verified'})"
+                f"({row['ratio']:.2f}{'' if row['counted'] else ', or more'})"
             )
         elif kind == "time":
             print(
@@ -280,8 +288,8 @@ def print_tables(rows: list[Row], figures: Row) -> None:
             )
         elif kind == "text":
             print(
-                f"real text, {row['name']:10} CP {row['ranks']}: loss {row['losses'][0]:.6f} to "
-                f"{row['losses'][-1]:.6f} in {len(row['losses'])} steps"
+                f"real text, {row['name']:9} {row['precision']} CP {row['ranks']}: loss "
+                f"{row['losses'][0]:.6f} to {row['losses'][-1]:.6f} in {len(row['losses'])} steps"
             )
         elif kind == "recall":
             print(
@@ -312,21 +320,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     shapes = yaml.safe_load(options.shapes.read_text())
-    before = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
-    rows: list[Row] = []
+    parts: dict[str, list[Row]] = {}
+    if options.output.exists():
+        for row in json.loads(options.output.read_text())["rows"]:
+            parts.setdefault(row["part"], []).append(row)
+
+    def results() -> tuple[Row, list[Row]]:
+        rows = [row for part in PARTS for row in parts.get(part, [])]
+        return make_figures(rows), rows
+
     with RankPool(PRELOAD) as pool:
         pool.start()
         preload()  # Megatron here too: contenders and their names are objects of its modules
-        for part, measure in PARTS.items():
-            if part in options.only:
-                started = time.perf_counter()
-                rows += [{"part": part} | row for row in measure(pool, shapes[part], options)]
-                print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
-            else:
-                rows += [row for row in before if row["part"] == part]
-    figures = make_figures(rows)
+        for part in (part for part in PARTS if part in options.only):
+            started = time.perf_counter()
+            found = PARTS[part](pool, shapes[part], options)
+            parts[part] = [{"part": part} | row for row in found]
+            print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
+            write_results(options.output, *results())  # what has taken minutes is kept
+    figures, rows = results()
     print_tables(rows, figures)
-    write_results(options.output, figures, rows)
 
 
 if __name__ == "__main__":

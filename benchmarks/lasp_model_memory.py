@@ -142,6 +142,8 @@ def longest_rows(ranks: int, rival_tokens: int, chunk_tokens: int, peaks_of: Pea
         search = PeakSearch(partial(peaks_of, ours), ours.chunk_tokens or 2 * ranks)
         search.peak(rival_tokens, 2 * rival_tokens)
         tokens, counted = search.longest(budgets[best])
+        if not counted:  # at least this much
+            tokens = max(n for n, peak in search.known.items() if peak <= budgets[best])
         rows.append(
             {"kind": "longest", "scenario": scenario.name, "meaning": scenario.meaning}
             | {"name": ours.name, "ranks": ranks, "tokens": tokens, "counted": counted}

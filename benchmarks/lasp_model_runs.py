@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_longseq.cli import main as longseq
 from megatron_longseq.launch import RankPool
-from megatron_longseq.launch.training import run_training
+from megatron_longseq.launch.training import PRELOAD_DOUBLE_PRECISION, run_training
 from megatron_longseq.measurement.step_records import merge_steps, read_steps
 
 Row = dict[str, Any]
@@ -105,8 +105,8 @@ def longest_rows(pool: RankPool, shapes: Row, data: Path) -> list[Row]:
     add(ranks=ranks, tokens=short, chunks=short // chunk, steps=2)
     for tokens in shapes["tokens"]:
         add(ranks=ranks, tokens=tokens, chunks=tokens // chunk, steps=1)
-    longest = max(shapes["tokens"])
-    add(ranks=1, tokens=longest, chunks=longest // chunk, steps=1)
+    tokens = shapes["one_process_tokens_in_chunks"]
+    add(ranks=1, tokens=tokens, chunks=tokens // chunk, steps=1)
     return rows
 
 
@@ -123,8 +123,18 @@ def free_bytes() -> int:
 
 def loss_rows(pool: RankPool, shapes: Row, data: Path) -> list[Row]:
     """The loss of every step on real text, and associative recall, on one rank and on several."""
+    rows = text_rows(pool, shapes, data, shapes["presets"], "fp32")
+    with RankPool(PRELOAD_DOUBLE_PRECISION) as double:
+        rows += text_rows(double, shapes, data, shapes["presets_in_double_precision"], "fp64")
+    return rows + [recall_row(pool, shapes, ranks) for ranks in (1, shapes["ranks"])]
+
+
+def text_rows(
+    pool: RankPool, shapes: Row, data: Path, presets: list[str], precision: str
+) -> list[Row]:
+    """Losses of the steps on real text of each preset, on one rank and on several."""
     rows: list[Row] = []
-    for preset in shapes["presets"]:
+    for preset in presets:
         for ranks in (1, shapes["ranks"]):
             flags = (
                 f"{shapes['text']} --data-path {data} --longseq-linear-attention {preset} "
@@ -132,11 +142,10 @@ def loss_rows(pool: RankPool, shapes: Row, data: Path) -> list[Row]:
             )
             steps = train(pool, flags, ranks=ranks)["steps"]
             rows.append(
-                {"kind": "text", "name": preset, "ranks": ranks}
+                {"kind": "text", "name": preset, "precision": precision, "ranks": ranks}
                 | {"losses": [step["loss"] for step in steps]}
             )
-    for ranks in (1, shapes["ranks"]):
-        rows.append(recall_row(pool, shapes, ranks))
+            print(f"{preset}, {precision}, CP {ranks}: loss {steps[-1]['loss']:.6f}", flush=True)
     return rows
 
 
