@@ -26,6 +26,7 @@ from .lasp.requirements import (
     check_positions,
     preset_of,
 )
+from .memory import zero_presets
 from .memory.requirements import FLAG as KEEP_FLAG
 from .memory.requirements import OPTIONS as KEEP_OPTIONS
 from .memory.requirements import check_keep_attention
@@ -105,6 +106,7 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     raise_instead_of_exiting(parser)
     args = parser.parse_args(argv)
     given = given_arguments(parser, argv)
+    _apply_zero_preset(args, given)
     check_options({field.name: getattr(args, field.name) for field in options()})
     _check_refusals(args, given)
     if cpu_platform.is_installed():
@@ -119,6 +121,16 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     return args
 
 
+def _apply_zero_preset(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Sets the arguments of ``--longseq-zero`` before anything is checked against them."""
+    if args.longseq_zero not in zero_presets.NAMES:
+        return  # check_options names those there are
+    chosen = zero_presets.preset_arguments(args, over_gloo=cpu_platform.is_installed())
+    zero_presets.check_given(args.longseq_zero, chosen, given)
+    vars(args).update(chosen)
+    given |= chosen  # as if they had been given: other methods may refuse them
+
+
 def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of Megatron's and ours that follow from others; they become the defaults.
 
@@ -126,7 +138,12 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     ``--hierarchical-context-parallel-sizes``. Over gloo, interleaved pipelines of more than two
     stages send and receive in turn: overlapped, they were seen to race.
     """
-    derived: dict[str, Any] = {}
+    derived: dict[str, Any] = zero_presets.preset_arguments(
+        args, over_gloo=cpu_platform.is_installed()
+    )
+    if cpu_platform.is_installed() and (args.use_megatron_fsdp or args.use_torch_fsdp2):
+        # Megatron wants more than one connection of a GPU then, and counts those of a CPU.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     interleaved = (
         args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage
     )
@@ -304,6 +321,7 @@ def check_layout(args: argparse.Namespace, world_size: int) -> None:
             f"--context-parallel-size {context} needs {model} processes or a multiple of it, "
             f"but {world_size} {'was' if world_size == 1 else 'were'} started"
         )
+    zero_presets.check_instances(args, world_size // (tensor * pipeline))
     if args.num_layers is None or args.hidden_size is None:
         return  # Megatron names what is missing
     heads = args.num_attention_heads

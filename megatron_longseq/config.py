@@ -16,6 +16,7 @@ from .attention_2d.windows import RingWindows, choose_windows
 from .errors import UserError, check_at_least_one
 from .lasp import presets
 from .lasp.requirements import MEGATRON_SIZES, check_linear
+from .memory import zero_presets
 from .memory.requirements import OPTIONS as KEEP_OPTIONS
 from .memory.requirements import check_keep_attention
 from .metp.requirements import check_metp, parse_min_tokens
@@ -134,6 +135,19 @@ class LongSeqTransformerConfig(TransformerConfig):
         "Share of a rank's tokens whose softmax attention is kept, those that cost most.",
         type=float,
         metavar="SHARE",
+    )
+    longseq_zero: str = _option(
+        "none",
+        "What data- and context-parallel ranks shard, as a set of Megatron's own flags: optimizer "
+        "states (zero1; in several groups: zero1-partial), gradients too (zero2), parameters too "
+        "(zero3), these in groups (hybrid).",
+        choices=zero_presets.NAMES,
+    )
+    longseq_zero_instances: int | None = _option(
+        None,
+        "Groups of ranks that shard on their own, with zero1-partial and hybrid.",
+        type=int,
+        metavar="N",
     )
     longseq_linear_attention: str = _option(
         "none",

@@ -40,6 +40,8 @@ VARIABLE = "LONGSEQ_CONFIG"
 _TOO_LATE = {
     "longseq_device": "Megatron has been imported; start the trainer as "
     "torchrun .. -m megatron_longseq.hook SCRIPT --spec ..",
+    "longseq_zero": "the trainer has read its own flags; give it Megatron's, as in docs/flags.md",
+    "longseq_zero_instances": "the trainer has read its own flags; give it Megatron's",
     "longseq_placement": "ranks have been numbered; use the two lines of megatron_longseq.hook, or "
     "-m megatron_longseq.pretrain_gpt",
     "longseq_measure": "the trainer's steps are its own and are not recorded; use "

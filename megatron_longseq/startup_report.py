@@ -16,6 +16,7 @@ from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
 from .config import factorisation, ring_windows
+from .memory import zero_presets
 from .memory.recomputed_layer import RecomputedLayer
 from .metp.overlap import LayerShape, describe, gradient_bytes, measure
 from .metp.self_attention import METPSelfAttention
@@ -49,6 +50,9 @@ def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
     ]
     mapped = arguments.mapped_arguments(args)
     lines.append("  set by default: " + " ".join(_as_setting(n, v) for n, v in mapped.items()))
+    if args.longseq_zero != "none":
+        chosen = zero_presets.preset_arguments(args, over_gloo=cpu_platform.is_installed())
+        lines.append(f"  {args.longseq_zero}: {zero_presets.describe(chosen)}")
     lines += [f"  {line}" for line in describe_layers(models)]
     lines += [f"  {line}" for line in groups]
     lines += [f"  {line}" for line in describe_factorisation(config)]

@@ -65,8 +65,6 @@ NEEDS_GPU = (
     "fp8",
     "fp4",
     "tp_comm_overlap",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
     "log_device_memory_used",
     "profile",
     "record_memory_history",

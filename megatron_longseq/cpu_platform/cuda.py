@@ -87,7 +87,6 @@ class _Generators:
 def answer_for_cuda(live_bytes: Counter) -> None:
     """Makes ``torch.cuda`` answer from the CPU; memory figures are those of ``live_bytes()``."""
     cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
 
     def nothing(*_args, **_kwargs) -> None: ...
 
@@ -112,7 +111,7 @@ def answer_for_cuda(live_bytes: Counter) -> None:
         "BoolTensor": torch.bool,
     }.items():
         setattr(cuda, name, _TensorType(name, (), {"dtype": dtype}))
-    cuda.current_device = lambda: cpu
+    cuda.current_device = lambda: 0  # a number: Megatron puts it into names of devices
     cuda.device_count = lambda: 1
     # Said outright: PyTorch may be told to answer it by the count above.
     cuda.is_available = lambda: False
@@ -202,6 +201,8 @@ class OnCpu(TorchFunctionMode):
 
 
 def _to_cpu(value):
+    if type(value) is int:
+        return "cpu"  # the number of a GPU
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
         return "cpu"
     if isinstance(value, torch.device) and value.type == "cuda":

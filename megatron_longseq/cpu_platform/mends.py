@@ -40,6 +40,9 @@ def mend_megatron() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._share_storage_ext = _StorageSharing()
     _mend_distributed_optimizer()
+    # PyTorch's FSDP asks the mesh where parameters live, and Megatron says on GPUs.
+    sharded = importlib.import_module("megatron.core.distributed.torch_fully_sharded_data_parallel")
+    sharded.DeviceMesh = _HostMesh
 
 
 def mend_wheel() -> None:
@@ -79,6 +82,17 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     if not isinstance(tensor, torch.Tensor):
         return tensor
     return tensor.cpu().numpy() if as_numpy else tensor.cpu()
+
+
+class _HostMesh:
+    """``DeviceMesh`` where Megatron makes one of GPUs."""
+
+    @staticmethod
+    def from_group(group: Any, _device_type: str, **more: Any) -> Any:
+        """A mesh of the host's memory."""
+        from torch.distributed import DeviceMesh
+
+        return DeviceMesh.from_group(group, "cpu", **more)
 
 
 class _StorageSharing:
