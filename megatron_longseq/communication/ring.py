@@ -11,7 +11,7 @@
 Rules it keeps, so that its users need not know them:
 
 - The receive for the next block is posted before the caller computes with this one.
-- Two receive buffers per lane, leased from a pool for the rotation and returned on every way out,
+- Two receive buffers per lane at most, leased from a pool for the rotation and returned on every way out,
   after their transfers have completed. The caller's tensors are sent from, never received into.
 - What is being sent is not overwritten before its send has completed.
 - Every rank posts the same operations in the same order, one grouped batch per hop.
@@ -88,6 +88,7 @@ class Ring:
             )
             for lane in sorted(lanes)
         }
+        self._buffers = receive_buffers(self.steps)
         self.gradient_channel = Channel(
             places.get("gradients", self.place),
             RING_GRADIENTS,
@@ -155,10 +156,9 @@ class Ring:
         try:
             slot = Slot.to_send(self.pool, given) if self.block_channels else Slot(given, ())
             slots.append(slot)
-            for lane in self.block_channels:
-                for _ in range(2):
-                    slots.append(Slot.to_receive(self.pool, given))
-                lanes[lane] = slots[-2:]
+            for lane, count in self._buffers.items():
+                lanes[lane] = [Slot.to_receive(self.pool, given) for _ in range(count)]
+                slots += lanes[lane]
             for index, step in enumerate(self.steps):
                 if index > 0:
                     slot, exchange = arriving[index]
@@ -271,6 +271,30 @@ class Rotation:
         """Returns the buffers to the pool; gradients() and every other way out end here."""
         self._complete = False
         self._chain.close()
+
+
+def receive_buffers(steps: Sequence[Step]) -> dict[str, int]:
+    """How many buffers each lane of a schedule receives into by turns: two, or one.
+
+    One suffices where whatever arrives on the lane has been used, and is not sent on, before the
+    next is awaited: between windows, if there are two of them; inside windows of two. A schedule of
+    one lane has two in any case, so that what a ring holds does not depend on its size.
+    """
+    lanes = sorted({hop.lane for step in steps for hop in step.hops})
+    if len(lanes) < 2:
+        return dict.fromkeys(lanes, 2)
+    needed = dict.fromkeys(lanes, 1)
+    came_by = {hop.lands_at: hop.lane for step in steps for hop in step.hops}
+    for index, step in enumerate(steps):
+        for hop in step.hops:
+            in_flight = any(
+                other.lane == hop.lane and other.lands_at > index
+                for earlier in steps[:index]
+                for other in earlier.hops
+            )
+            if in_flight or came_by.get(index) == hop.lane:
+                needed[hop.lane] = 2
+    return needed
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from grids import refused
 
 from megatron_longseq.communication import BufferPool, DoubleRing, Ring, SingleRing
+from megatron_longseq.communication.ring import receive_buffers
 from megatron_longseq.communication.schedule import interleaved
 from megatron_longseq.communication.transport import Channel
 
@@ -116,6 +117,22 @@ def test_interleaved_windows_leave_a_node_from_as_many_ranks_as_it_has_pairs(ran
         ranks.run(tours, world_size=8, args=([schedule],), backend="gloo")
     ):
         assert sorted(seen) == list(range(8)) and seen[0] == rank
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "buffers"),
+    [
+        (8, 4, {"inner": 2, "outer": 1}),
+        (8, 2, {"inner": 1, "outer": 2}),
+        (4, 2, {"inner": 1, "outer": 1}),
+        (9, 3, {"inner": 2, "outer": 2}),
+        (8, 8, {"inner": 2}),
+        (8, 1, {"outer": 2}),
+    ],
+)
+def test_a_double_ring_holds_no_more_buffers_than_it_needs(size, window, buffers):
+    for position in range(size):
+        assert receive_buffers(DoubleRing(window).steps(position, size)) == buffers
 
 
 def lanes_apart(window):
