@@ -184,6 +184,13 @@ def column_linear_of_transformer_engine() -> Any:
     return TEColumnParallelLinear
 
 
+def flops_of_sequence(args: Any) -> float:
+    """Floating-point operations that Megatron counts for one sequence, forward and backward."""
+    from megatron.training.training import num_floating_point_operations
+
+    return float(num_floating_point_operations(args, 1))
+
+
 def saved_common_state(folder: Any) -> Any:
     """What a distributed checkpoint holds once for all ranks: arguments, iteration, .."""
     from megatron.core.dist_checkpointing import load_common_state_dict

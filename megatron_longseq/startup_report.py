@@ -16,6 +16,7 @@ from megatron.training import get_args
 
 from . import __version__, arguments, compat, cpu_platform
 from .config import factorisation, ring_windows
+from .lasp.flops import throughput_factor
 from .memory import zero_presets
 from .memory.recomputed_layer import RecomputedLayer
 from .metp.overlap import LayerShape, describe, gradient_bytes, measure
@@ -57,6 +58,12 @@ def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
     lines += [f"  {line}" for line in groups]
     lines += [f"  {line}" for line in describe_factorisation(config)]
     lines.append("  " + describe_shapes(args, config))
+    if args.log_throughput and config.longseq_linear_attention != "none":
+        factor = throughput_factor(args, compat.flops_of_sequence(args))
+        lines.append(
+            "  --log-throughput counts linear layers as softmax attention: its TFLOP/s times "
+            f"{factor:.4g} are this model's"
+        )
     return lines
 
 

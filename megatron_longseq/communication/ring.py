@@ -11,8 +11,9 @@
 Rules it keeps, so that its users need not know them:
 
 - The receive for the next block is posted before the caller computes with this one.
-- Two receive buffers per lane at most, leased from a pool for the rotation and returned on every way out,
-  after their transfers have completed. The caller's tensors are sent from, never received into.
+- Two receive buffers per lane at most, leased from a pool for the rotation and returned on every
+  way out, after their transfers have completed. The caller's tensors are sent from, never received
+  into.
 - What is being sent is not overwritten before its send has completed.
 - Every rank posts the same operations in the same order, one grouped batch per hop.
 - Gradients add up in fp32 (fp64 for fp64), in the order of the schedule, never in that of arrival:

@@ -67,6 +67,8 @@ LAYOUTS = {
         f"{CP} 2 {CONTIGUOUS} --longseq-scan all_scan {SELECTIVE} "
         "--recompute-modules core_attn layernorm",
     ),
+    # Two sequence groups of two ranks: gradients add up over all four.
+    "data x context, distributed optimizer": ("gla", 4, f"{CP} 2 {ZERO}"),
     "other parts": (
         "linear --longseq-feature-map identity --longseq-output-norm hidden "
         "--longseq-output-gate none",
@@ -146,6 +148,8 @@ ALWAYS = (
     "lightning",
     "gla",
     "gdn, more value than key heads",
+    "data x context, distributed optimizer",
+    "chunks, convolved, distributed optimizer",
     "context and pipeline",
     "contiguous, three ranks, selective",
     "hybrid, both",
