@@ -38,9 +38,12 @@ setup-bench: ## add to .venv what the benchmarks compare with (DeepSpeed and oth
 demo: ready ## show each method at work on this machine's CPU
 	@$(PYTHON_IN_VENV) -m megatron_longseq.cli demo $(ARGS)
 
+# Files of tests go to this many processes: most of a test's time one of its ranks waits or starts.
+TEST_WORKERS ?= 2
+
 .PHONY: test
-test: ready ## run the tests
-	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+test: ready ## run the tests (TEST_WORKERS=... says in how many processes; default 2)
+	@$(PYTHON_IN_VENV) -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 .PHONY: test-links
 test-links: ready ## run the tests over slowed network links (needs root, for network namespaces)

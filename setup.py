@@ -64,6 +64,7 @@ EXTRAS = {
         "hypothesis",
         "mypy",
         "pytest",
+        "pytest-xdist",
         "ruff",
     ],
     "docs": [
