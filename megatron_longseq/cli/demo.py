@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..compare.render import loss_table, save_json, save_picture, summary_table
-from ..compare.rows import Comparison, RowFile, RowResult, read_rows
+from ..compare.rows import Comparison, RowFile, RowResult, by_model, read_rows
 from ..errors import UserError
 from ..launch import RankFailure, RankPool
 from ..launch.training import PRELOAD
@@ -29,8 +29,9 @@ def add_parser(subparsers) -> None:
         "demo",
         help="train one GPT on real text in several layouts and compare",
         description="Prepares a corpus from the source code of Python's standard library, trains "
-        "one GPT from one set of weights in each layout, and compares losses, speed, memory and "
-        "traffic. Results are kept in the output folder.",
+        "a GPT, and variants of it with linear attention, each from one set of weights in every "
+        "layout, and compares losses, speed, memory and traffic. Results are kept in the output "
+        "folder.",
     )
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     parser.add_argument("--config", default=CONFIG, help=f"the run (default {CONFIG})")
@@ -52,16 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
     results: list[RowResult] = []
     with RankPool(preload=PRELOAD) as pool, _progress(console) as progress:
         data = ["--data-path", str(output / "corpus")]
-        comparison = Comparison(pool, arguments.config, output, data)
+        comparison = Comparison(pool, arguments.config, rows, output, data)
         task = progress.add_task("import Megatron, make the weights", total=None, note="")
         try:
-            comparison.make_weights()
-            progress.update(task, total=1, completed=1)
-            for row in rows:
+            made: set[str | None] = set()
+            for row in rows.rows:
+                if row.model not in made:
+                    comparison.make_weights(row.model)
+                    made.add(row.model)
+                    progress.update(task, total=1, completed=1)
                 results.append(_run_with_progress(comparison, row, progress, console))
         except RankFailure as failure:
             raise UserError(f"{failure}\nlogs are in {output / 'logs'}") from failure
-    console.print(loss_table(results))
+    for own in by_model(results):
+        console.print(loss_table(own))
     console.print(summary_table(results))
     save_picture(results, output / "loss.png")
     save_json(results, output / "demo.json")
@@ -70,9 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(results)} layouts in {minutes} min {seconds} s; "
         f"the curves: {output / 'loss.png'}, the numbers: {output / 'demo.json'}"
     )
-    apart = [r.label for r in results if not r.difference_to(results[0]) <= LARGEST_DIFFERENCE]
+    apart = [
+        row.label
+        for own in by_model(results)
+        for row in own
+        if not row.difference_to(own[0]) <= LARGEST_DIFFERENCE
+    ]
     if apart:
-        console.print(f"WRONG: other losses than the first row's: {', '.join(apart)}")
+        console.print(f"WRONG: other losses than the model's first row: {', '.join(apart)}")
         return 1
     return 0
 

@@ -6,23 +6,25 @@ from pathlib import Path
 
 from rich.table import Table
 
-from .rows import RowResult
+from .rows import RowResult, by_model
 
 # Less than this is a count or a norm on its way; the JSON has it.
 SHOWN_BYTES = 1024
 
 
 def summary_table(rows: Sequence[RowResult]) -> Table:
-    """One line a layout: loss, difference to the first row, speed, memory, traffic."""
-    table = Table(title="Layouts of one model, from the same weights and data")
+    """One line a layout: loss, difference to the model's first row, speed, memory, traffic."""
+    table = Table(title="Layouts, those of a model from the same weights, all on the same data")
     table.add_column("layout")
     table.add_column("ranks", justify="right")
     table.add_column("loss, first → last step")
-    table.add_column("largest difference\nto the first row", justify="right")
+    table.add_column("largest difference to\nthe model's first row", justify="right")
     table.add_column("tokens/s", justify="right")
     table.add_column("peak bytes of live\ntensors per rank", justify="right")
     table.add_column("bytes sent per step\nby the busiest rank")
+    first = {own[0].model: own[0] for own in by_model(rows)}
     for row in rows:
+        base = first[row.model]
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         sent = "\n".join(
             f"{group_name(group)}: {size(count)}"
@@ -33,7 +35,7 @@ def summary_table(rows: Sequence[RowResult]) -> Table:
             row.label,
             str(row.processes),
             f"{row.losses[0]:.5f} → {row.losses[-1]:.5f}",
-            f"{row.difference_to(rows[0]):.1e}" if row is not rows[0] else "",
+            f"{row.difference_to(base):.1e}" if row is not base else "",
             speed,
             size(row.peak_bytes),
             sent or "nothing",
@@ -42,8 +44,9 @@ def summary_table(rows: Sequence[RowResult]) -> Table:
 
 
 def loss_table(rows: Sequence[RowResult]) -> Table:
-    """The loss of each step, one column a layout."""
-    table = Table(title="Loss per step")
+    """The loss of each step, one column a layout; of one model's rows."""
+    name = rows[0].model
+    table = Table(title=f"Loss per step, {name}" if name else "Loss per step")
     table.add_column("step", justify="right")
     for row in rows:
         table.add_column(row.label, justify="right")
@@ -66,7 +69,7 @@ def save_picture(rows: Sequence[RowResult], path: Path) -> None:
         axes.plot(steps, row.losses, label=row.label, linewidth=width, solid_capstyle="round")
     axes.set_xlabel("step")
     axes.set_ylabel("loss per token (nats)")
-    axes.set_title("Loss of one model in different layouts, from the same weights and data")
+    axes.set_title("Loss in different layouts, of a model from the same weights and data")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

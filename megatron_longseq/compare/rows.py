@@ -1,4 +1,4 @@
-"""Runs of one model in several layouts, from one set of weights and on the same data."""
+"""Runs of models in several layouts, of each from one set of weights, and on the same data."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import UserError
 from ..launch import RankPool
@@ -20,11 +20,12 @@ UNTIMED_FIRST_STEPS = 1
 
 
 class RowFile(BaseModel):
-    """One layout in a file of rows."""
+    """One layout in a file of rows, of the run's own model or of one that the file names."""
 
     model_config = ConfigDict(extra="forbid")
 
     label: str
+    model: str | None = None
     processes: int = Field(ge=1)
     arguments: dict[str, Value] = Field(default_factory=dict)
 
@@ -34,7 +35,22 @@ class RowsFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    models: dict[str, dict[str, Value]] = Field(default_factory=dict)
     rows: list[RowFile] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _knows_its_models(self) -> "RowsFile":
+        for row in self.rows:
+            if row.model is not None and row.model not in self.models:
+                raise ValueError(
+                    f"row {row.label!r}: there is no model {row.model!r}; there are: "
+                    f"{', '.join(self.models) or 'none'}"
+                )
+        return self
+
+    def arguments_of(self, row: RowFile) -> dict[str, Value]:
+        """A row's arguments, those of its model included."""
+        return {**(self.models[row.model] if row.model else {}), **row.arguments}
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,7 @@ class RowResult:
         tokens_per_second: over the timed steps, by the median step; None if none was timed.
         peak_bytes: largest peak of live tensors of any rank and step.
         bytes_sent: most bytes any rank sent in a step, by group.
+        model: name of the model in the file of rows; empty for the run's own.
     """
 
     label: str
@@ -56,6 +73,7 @@ class RowResult:
     tokens_per_second: float | None
     peak_bytes: int
     bytes_sent: dict[str, int]
+    model: str = ""
 
     def difference_to(self, other: "RowResult") -> float:
         """Largest difference of the loss to another layout's at the same step."""
@@ -66,10 +84,16 @@ class RowResult:
         return asdict(self)
 
 
-def read_rows(path: str | Path) -> list[RowFile]:
+def by_model(results: Sequence[RowResult]) -> list[list[RowResult]]:
+    """The rows of each model, in the order in which the models come."""
+    models = dict.fromkeys(result.model for result in results)
+    return [[result for result in results if result.model == model] for model in models]
+
+
+def read_rows(path: str | Path) -> RowsFile:
     """Reads a file of rows; raises :class:`UserError` saying what is wrong with it."""
     try:
-        return RowsFile.model_validate(yaml.safe_load(Path(path).read_text())).rows
+        return RowsFile.model_validate(yaml.safe_load(Path(path).read_text()))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValidationError) as error:
@@ -77,29 +101,36 @@ def read_rows(path: str | Path) -> list[RowFile]:
 
 
 class Comparison:
-    """Runs rows of one config on forked ranks; every row starts from the same checkpoint.
+    """Runs rows of one config on forked ranks; rows of a model start from the same checkpoint.
 
     Args:
         pool: ranks prepared for Megatron.
         config: the run file that all rows share.
+        rows: the file of rows.
         directory: measurements, logs and the common checkpoint go below it.
         flags: further flags of all rows.
     """
 
     def __init__(
-        self, pool: RankPool, config: str, directory: Path, flags: Sequence[str] = ()
+        self,
+        pool: RankPool,
+        config: str,
+        rows: RowsFile,
+        directory: Path,
+        flags: Sequence[str] = (),
     ) -> None:
         self._pool = pool
         self._config = config
+        self._rows = rows
         self._flags = list(flags)
         self._directory = directory
         self._checkpoint = directory / "weights"
 
-    def make_weights(self) -> None:
-        """Trains one step in one process and saves: the weights that all rows start from."""
+    def make_weights(self, model: str | None = None) -> None:
+        """Trains one step in one process and saves: the weights that a model's rows start from."""
         argv = [
-            *self._command_line({}),
-            *("--train-iters", "1", "--save", str(self._checkpoint), "--save-interval", "1"),
+            *self._command_line(self._rows.models[model] if model else {}),
+            *("--train-iters", "1", "--save", str(self._weights(model)), "--save-interval", "1"),
             *("--no-save-optim", "--no-save-rng"),
         ]
         run_training(
@@ -107,7 +138,7 @@ class Comparison:
             argv,
             processes=1,
             foreground=(),
-            log_directory=self._directory / "logs" / "weights",
+            log_directory=self._directory / "logs" / f"weights-{model or 'of-the-run'}",
         )
 
     def run_row(self, row: RowFile, on_start: Callable[[Path], None] | None = None) -> RowResult:
@@ -123,8 +154,8 @@ class Comparison:
         if on_start is not None:
             on_start(steps)
         argv = [
-            *self._command_line(row.arguments),
-            *("--load", str(self._checkpoint), "--finetune"),
+            *self._command_line(self._rows.arguments_of(row)),
+            *("--load", str(self._weights(row.model)), "--finetune"),
             *("--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"),
             *("--longseq-measure", str(steps)),
         ]
@@ -136,6 +167,9 @@ class Comparison:
             log_directory=self._directory / "logs" / name,
         )
         return summarise(row, merge_steps(read_steps(steps)))
+
+    def _weights(self, model: str | None) -> Path:
+        return self._checkpoint / (model or "of-the-run")
 
     def _command_line(self, arguments: dict[str, Value]) -> list[str]:
         given = self._pool.run(_resolve, world_size=1, args=(self._config, arguments))[0]
@@ -157,6 +191,7 @@ def summarise(row: RowFile, steps: Sequence[dict[str, Any]]) -> RowResult:
         tokens_per_second=speed,
         peak_bytes=max(step["peak_bytes"] for step in steps),
         bytes_sent={group: count for group, count in sorted(sent.items()) if count},
+        model=row.model or "",
     )
 
 

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from megatron_longseq.cli import main
+from megatron_longseq.compare.rows import read_rows
+from megatron_longseq.errors import UserError
 
 RUN = """
 arguments:
@@ -26,6 +30,14 @@ ROWS = """
 rows:
   - {label: one process, processes: 1, arguments: {}}
   - {label: TP 2, processes: 2, arguments: {tensor-model-parallel-size: 2}}
+"""
+LINEAR = """
+models:
+  linear: {longseq-linear-attention: gdn, position-embedding-type: none}
+rows:
+  - {label: one process, processes: 1, arguments: {}}
+  - {label: linear, model: linear, processes: 1, arguments: {}}
+  - {label: linear 2, model: linear, processes: 2, arguments: {context-parallel-size: 2}}
 """
 OTHER_LEARNING_RATE = ROWS.replace("tensor-model-parallel-size: 2", "lr: 0.02")
 
@@ -58,4 +70,15 @@ def test_the_demo_shows_equal_losses_speed_memory_and_traffic(tmp_path, capsys):
 
 def test_the_demo_fails_when_a_layout_trains_to_another_loss(tmp_path, capsys):
     assert demo(tmp_path, OTHER_LEARNING_RATE) == 1
-    assert "WRONG: other losses than the first row's: TP 2" in capsys.readouterr().out
+    assert "WRONG: other losses than the model's first row: TP 2" in capsys.readouterr().out
+
+
+def test_a_model_of_other_layers_is_compared_with_itself(tmp_path, capsys):
+    assert demo(tmp_path, LINEAR) == 0
+    assert "Loss per step, linear" in capsys.readouterr().out
+    plain, linear, split = json.loads((tmp_path / "out" / "demo.json").read_text())["rows"]
+    assert linear["losses"] == pytest.approx(split["losses"], abs=1e-5)
+    assert abs(linear["losses"][-1] - plain["losses"][-1]) > 1e-3
+    (tmp_path / "rows.yaml").write_text(LINEAR.replace("model: linear", "model: other"))
+    with pytest.raises(UserError, match="there is no model 'other'; there are: linear"):
+        read_rows(tmp_path / "rows.yaml")
