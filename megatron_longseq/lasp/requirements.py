@@ -91,6 +91,10 @@ NOT_IN_CHUNKS = (
         refuses=lambda value: value == "full",
     ),
     unsupported(
+        "dataloader_inter_document_masking",
+        "documents would have to be cut at the chunks; leave one of the two out",
+    ),
+    unsupported(
         "hidden_dropout",
         "the second forward of a chunk would draw other numbers; use 0",
         0.0,
