@@ -87,6 +87,26 @@ def test_a_row_that_sees_no_key_is_zero_and_minus_infinity_with_finite_gradients
 
 
 @pytest.mark.parametrize("name", USABLE)
+@pytest.mark.parametrize("band", [(-3, 1), (None, 2), (-9, None)])
+def test_a_band_is_the_matrix_it_stands_for(name, band):
+    kernel, scale = choose_kernel(name, torch.float64, CPU), 0.3
+    q, k, v, dout = random_sequence(12, 1, 4, 2, 8, 8)
+    k, v = k[:10], v[:10]
+    distance = torch.arange(10) - torch.arange(12).unsqueeze(1)
+    low, high = band
+    visible = (distance >= (-12 if low is None else low)) & (
+        distance <= (12 if high is None else high)
+    )
+    options = {"causal": False, "scale": scale}
+    by_matrix = kernel.forward(q, k, v, visible=visible, **options)
+    by_band = kernel.forward(q, k, v, band=band, **options)
+    terms = kernel.backward(dout, q, k, v, *by_band, band=band, **options)
+    expected = kernel.backward(dout, q, k, v, *by_matrix, visible=visible, **options)
+    for ours, theirs in zip((*by_band, *terms), (*by_matrix, *expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", USABLE)
 def test_strided_views_and_expanded_gradients_are_accepted(name):
     kernel = choose_kernel(name, torch.float64, CPU)
     q, k, v, _ = random_sequence(8, 2, 4, 4, 8, 8)
@@ -139,15 +159,18 @@ def test_unknown_and_unusable_kernels_are_refused_with_what_there_is():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["", "matrix", "band"])
 def test_the_cuda_operators_take_our_arguments_and_return_our_shapes(dtype, masked):
     # Fake tensors carry shapes and devices but no numbers: what is called, without a GPU.
     kernel = choose_kernel("aten", dtype, torch.device("cuda"))
     with FakeTensorMode():
         shapes = ((10, 2, 4, 12), (6, 2, 2, 12), (6, 2, 2, 5))
         q, k, v = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
-        visible = torch.ones(10, 6, dtype=torch.bool, device="cuda") if masked else None
-        options = {"causal": False, "scale": 0.3, "visible": visible}
+        options = {"causal": False, "scale": 0.3}
+        if masked == "matrix":
+            options["visible"] = torch.ones(10, 6, dtype=torch.bool, device="cuda")
+        elif masked == "band":
+            options["band"] = (-5, 0)
         out, lse = kernel.forward(q, k, v, **options)
         gradients = kernel.backward(torch.empty_like(out), q, k, v, out, lse, **options)
     assert (out.shape, out.dtype, out.device.type) == ((10, 2, 4, 5), dtype, "cuda")
