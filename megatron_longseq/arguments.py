@@ -224,6 +224,18 @@ def _check_cpu(
     for name in cpu_platform.NEEDS_GPU:
         if given.get(name) not in (None, False, 0, "none"):
             raise UserError(f"{_flag_in(parser, name)}: needs a GPU; leave it out on a CPU")
+    if args.use_megatron_fsdp:
+        for name, what in (("save", "writing its checkpoints"), ("load", "reading them")):
+            if getattr(args, name) is not None:
+                raise UserError(
+                    f"--{name} {getattr(args, name)}: over gloo {what} under Megatron-FSDP was "
+                    "seen to hang; leave it out, use --longseq-zero zero1, or run on GPUs"
+                )
+        if args.recompute_granularity == "full":
+            raise UserError(
+                "--recompute-granularity full: under Megatron-FSDP it asks for a GPU inside of "
+                "backward; leave it out, use --longseq-zero zero1, or run on GPUs"
+            )
     if args.num_experts is not None and args.add_bias_linear:
         raise UserError(
             f"--num-experts {args.num_experts}: without Transformer Engine, Megatron's experts "

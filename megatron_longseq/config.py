@@ -201,7 +201,7 @@ class LongSeqTransformerConfig(TransformerConfig):
         choices=("auto", "torch", "triton"),
     )
     # Method and number of layers of a recompute that this package's layers do themselves.
-    longseq_own_recompute: Any = None
+    longseq_own_recompute: Any = dataclasses.field(default=None, init=False)
     # Megatron's sizes of linear layers, without its defaults: none given are softmax attention's.
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None

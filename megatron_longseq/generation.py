@@ -26,6 +26,9 @@ from .errors import NodeError, UserError, check_at_least_one
 # Tokens of a prompt that a rank computes at a time: what logits and activations take memory for.
 PROMPT_TOKENS_AT_A_TIME = 4096
 
+# Below it a softmax of float64 has nothing left but its largest entry, or overflows.
+LEAST_TEMPERATURE = 1e-3
+
 # A layout of one process; what a checkpoint was trained with says nothing here.
 _ONE_PROCESS = {
     "tensor_model_parallel_size": 1,
@@ -46,11 +49,6 @@ _ONE_PROCESS = {
     "recompute_modules": None,
     "gradient_accumulation_fusion": False,
     "perform_initialization": False,
-    "longseq_context_parallel": "megatron",
-    "longseq_tensor_parallel": "megatron",
-    "longseq_head_parallel_size": None,
-    "longseq_linear_layout": "zigzag",
-    "longseq_sequence_chunks": 1,
 }
 
 
@@ -80,8 +78,13 @@ class Request:
         """Raises :class:`UserError` for a value that cannot work."""
         check_at_least_one("--tokens", self.tokens)
         check_at_least_one("--top-k", self.top_k)
-        if not self.temperature >= 0:
-            raise UserError(f"--temperature {self.temperature}: must be 0 or more")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise UserError(
+                f"--temperature {self.temperature}: must be 0, for the likeliest token, or at "
+                f"least {LEAST_TEMPERATURE}"
+            )
+        if self.step is not None and self.step < 1:
+            raise UserError(f"--step {self.step}: the number of a training step, at least 1")
         if not self.prompt:
             raise UserError("--prompt: is empty; give at least one character")
 
@@ -240,14 +243,23 @@ def check_model(saved: Any) -> None:
 
 def _saved(request: Request) -> Any:
     """The arguments of the run that wrote the checkpoint."""
-    from .checkpoint import TRACKER, saved_arguments
+    from .checkpoint import TRACKER, folder_of, saved_arguments
     from .config import options
 
     folder = Path(request.load)
     tracker = folder / TRACKER
-    if not tracker.is_file():
+    if request.step is not None:
+        iteration = str(request.step)
+        if not (folder / folder_of(iteration)).is_dir():
+            there = sorted(path.name for path in folder.glob("iter_*"))
+            raise NodeError(
+                f"--step {request.step}: --load {folder} has no {folder_of(iteration)}; there are: "
+                f"{', '.join(there) or 'none'}"
+            )
+    elif tracker.is_file():
+        iteration = tracker.read_text().strip()
+    else:
         raise NodeError(f"--load {folder}: there is no checkpoint (no {TRACKER})")
-    iteration = tracker.read_text().strip() if request.step is None else str(request.step)
     saved = saved_arguments(folder, iteration)
     if saved is None:
         raise NodeError(
@@ -274,7 +286,8 @@ def _build(saved: Any, ranks: int) -> tuple[Any, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from . import compat, cpu_platform
-    from .config import LongSeqTransformerConfig
+    from .config import LongSeqTransformerConfig, options
+    from .lasp.requirements import MODEL_OPTIONS
     from .lasp.runtime import follow_positions
     from .layer_specs import linear_runtime, longseq_layer_spec
     from .model_builder import LongSeqGPTModelBuilder
@@ -283,8 +296,9 @@ def _build(saved: Any, ranks: int) -> tuple[Any, Any]:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     args = copy.copy(saved)
     vars(args).update(_ONE_PROCESS, context_parallel_size=ranks)
-    if ranks == 1:
-        args.longseq_scan = "auto"
+    for option in options():  # but for the model, nothing of how it was trained
+        if option.name not in MODEL_OPTIONS:
+            setattr(args, option.name, option.default)
     if cpu_platform.is_installed():
         vars(args).update(cpu_platform.ARGUMENTS)
     config = compat.model_config(args, LongSeqTransformerConfig, longseq_layer_spec)

@@ -116,7 +116,7 @@ def recompute_layers(spec: TransformerBlockSubmodules, config: Any) -> None:
     method, count = take_over_recompute(config)
     layers = [copy.deepcopy(layer) for layer in spec.layer_specs]
     recomputed = len(layers) if method == "uniform" else min(count or 0, len(layers))
-    keeping = round(config.longseq_keep_attention_layers * recomputed)
+    keeping = max(1, round(config.longseq_keep_attention_layers * recomputed))
     for index, layer in enumerate(layers[:recomputed]):
         if layer.module is not TransformerLayer:
             raise UserError(

@@ -21,7 +21,7 @@ from .errors import UserError
 
 Placement = Literal["head-first", "context-first"]
 FLAG = "--longseq-placement"
-# Keeps the rank a process was started with, for those who look after RANK was permuted.
+# "physical:logical", so that a rank is permuted once.
 PHYSICAL_RANK = "MEGATRON_LONGSEQ_PHYSICAL_RANK"
 
 
@@ -55,11 +55,14 @@ def permute_rank(placement: str, grid: Grid) -> None:
         placement: ``--longseq-placement``.
         grid: of 2D attention.
     """
-    if placement != "context-first" or PHYSICAL_RANK in os.environ:
+    if placement != "context-first":
         return
-    physical = int(os.environ.get("RANK", "0"))
-    os.environ[PHYSICAL_RANK] = str(physical)
-    os.environ["RANK"] = str(grid.logical(physical))
+    rank = os.environ.get("RANK", "0")
+    # A process that another one started, with other ranks, may have inherited the variable.
+    if os.environ.get(PHYSICAL_RANK, "").endswith(f":{rank}"):
+        return
+    os.environ["RANK"] = str(grid.logical(int(rank)))
+    os.environ[PHYSICAL_RANK] = f"{rank}:{os.environ['RANK']}"
 
 
 def node_of_this_process() -> str:

@@ -47,7 +47,10 @@ def test_a_rank_is_permuted_once(monkeypatch):
     monkeypatch.delenv(PHYSICAL_RANK)
     for _ in range(2):
         permute_rank("context-first", Grid(1, 2, 2))
-        assert (os.environ["RANK"], os.environ[PHYSICAL_RANK]) == ("2", "1")
+        assert (os.environ["RANK"], os.environ[PHYSICAL_RANK]) == ("2", "1:2")
+    monkeypatch.setenv("RANK", "1")  # a process that inherited the variable, and has another rank
+    permute_rank("context-first", Grid(1, 2, 2))
+    assert os.environ["RANK"] == "2"
     monkeypatch.delenv(PHYSICAL_RANK)
 
 

@@ -45,7 +45,7 @@ def choose_windows(
         UserError: the given window does not divide the ring.
     """
     apart = tensor_parallel * (1 if context_first else head_parallel)
-    members = max(1, ranks_per_node // apart) if ranks_per_node % apart == 0 else 1
+    members, uneven = max(1, ranks_per_node // apart), ranks_per_node % apart and apart > 1
     if window is not None:
         if window < 1 or ring % window:
             raise UserError(
@@ -58,6 +58,10 @@ def choose_windows(
     else:
         if ring == 1:
             return RingWindows(None, "no ring")
+        if uneven and apart < ranks_per_node:
+            return RingWindows(
+                None, f"{apart} ranks between neighbours do not divide a node of {ranks_per_node}"
+            )
         if members >= ring:
             return RingWindows(None, "a node holds the whole ring")
         if members == 1:
@@ -74,6 +78,9 @@ def choose_windows(
     order = None
     if cards_per_node is not None and cards_per_node < ranks_per_node:
         order = interleaved(ring, members, window)
-        if order is not None:
-            reason += f", interleaved for {cards_per_node} network cards"
+        reason += (
+            f", interleaved for {cards_per_node} network cards"
+            if order is not None
+            else f"; all {cards_per_node} network cards work without interleaving"
+        )
     return RingWindows(DoubleRing(window, order), reason)

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     request.check()
     if torch.cuda.is_available():
         command = torchrun_command(
-            _flags(request), processes=arguments.processes, module="megatron_longseq.generation"
+            _flags(arguments), processes=arguments.processes, module="megatron_longseq.generation"
         )
         return subprocess.run(command, check=False).returncode
     with RankPool(preload=PRELOAD) as pool:
@@ -62,6 +62,11 @@ def _generate(request: Request, processes: int) -> str:
     return generate(request, processes)
 
 
-def _flags(request: Request) -> list[str]:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in vars(request).items()]
-    return [word for word in words if not word.endswith("=None")]
+def _flags(arguments: argparse.Namespace) -> list[str]:
+    """The request's flags as the user gave them; a prompt's file stays a file."""
+    own = ("load", "step", "prompt", "prompt_file", "tokens", "temperature", "top_k", "seed")
+    return [
+        f"--{name.replace('_', '-')}={getattr(arguments, name)}"
+        for name in own
+        if getattr(arguments, name) is not None
+    ]

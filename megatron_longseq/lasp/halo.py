@@ -95,7 +95,8 @@ class CausalConvolution:
     def _final_rows(self, extended: Tensor, halo: int) -> Tensor:
         holder, index = self.chain.holder(self.chain.length - 1)
         rows = extended[:, index if self.place.position == holder else 0]
-        rows = rows[:, rows.shape[1] - halo :]
+        # A copy: these rows are kept on, and a view would keep all tokens with them.
+        rows = rows[:, rows.shape[1] - halo :].clone()
         if self.place.size == 1:
             return rows
         copy = self._collectives.broadcast(rows.detach().clone(), holder)

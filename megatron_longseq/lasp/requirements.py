@@ -91,8 +91,15 @@ NOT_IN_CHUNKS = (
         refuses=lambda value: value == "full",
     ),
     unsupported(
-        "dataloader_inter_document_masking",
-        "documents would have to be cut at the chunks; leave one of the two out",
+        "recompute_modules",
+        "backward through a chunk asks for gradients of its own, which Megatron's checkpoints of "
+        "other modules do not know; use core_attn alone",
+        refuses=lambda value: value is not None and set(value) - {"core_attn"},
+    ),
+    unsupported(
+        "use_torch_fsdp2",
+        "a chunk's gradients are those of whole parameters; use --use-distributed-optimizer or "
+        "--longseq-zero zero3",
     ),
     unsupported(
         "hidden_dropout",
@@ -314,6 +321,13 @@ def check_length(args: Any) -> None:
             f"--longseq-sequence-chunks {chunks}: --seq-length {args.seq_length} is no multiple of "
             f"{segments} = chunks x {segments // chunks} segments of a chunk; nearest: "
             f"{nearest_values(chunks, usable)}"
+        )
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if chunks > 1 and (args.seq_length // chunks // context) % tensor:
+        raise UserError(
+            f"--longseq-sequence-chunks {chunks}: a rank's {args.seq_length // chunks // context} "
+            f"tokens of a chunk must split over --tensor-model-parallel-size {tensor} for "
+            "--sequence-parallel; use fewer chunks"
         )
     halo = args.linear_conv_kernel_dim - 1
     if preset.convolution and segments > 1 and args.seq_length // segments < halo:

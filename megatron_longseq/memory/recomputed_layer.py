@@ -30,6 +30,10 @@ class RecomputedLayer(TransformerLayer):
         """As Megatron's; in evaluation it is Megatron's."""
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(hidden_states, *args, **kwargs)
+        if not hidden_states.requires_grad:
+            # Behind frozen weights a checkpoint sees nothing to differentiate, and the layer's own
+            # weights would go without.
+            hidden_states = hidden_states.detach().requires_grad_()
         forward = super().forward
 
         def run(hidden: Tensor) -> tuple[Any, Any]:

@@ -49,6 +49,14 @@ def check_keep_attention(config: Any) -> None:
             "Megatron's; add --longseq-context-parallel 2d, --longseq-tensor-parallel metp or "
             "--longseq-linear-attention MODEL"
         )
+    tokens = config.longseq_keep_attention_tokens
+    if tokens < 1 and (
+        config.longseq_context_parallel != "2d" or config.longseq_tensor_parallel == "metp"
+    ):
+        raise UserError(
+            f"--longseq-keep-attention-tokens {tokens}: only layers of 2D attention can keep a "
+            "part of their tokens; leave it out"
+        )
     layers = config.recompute_num_layers
     if config.recompute_method == "uniform" and layers not in (None, 1):
         raise UserError(

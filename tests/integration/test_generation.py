@@ -64,7 +64,9 @@ def test_steps_from_a_state_equal_a_full_forward(model, ranks, megatron_ranks, t
     train(
         megatron_ranks,
         tmp_path,
-        f"--save {tmp_path / 'c'} --save-interval 2 --context-parallel-size 2",
+        f"--save {tmp_path / 'c'} --save-interval 2 --context-parallel-size 2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--longseq-keep-attention-output",
         processes=2,
         steps=2,
         data=corpus,
@@ -115,6 +117,8 @@ def test_what_it_cannot_do_is_refused_by_name(megatron_ranks, tmp_path, corpus):
     assert "learned positions; use at most 11" in answer("learned", tokens=12)
     assert "no checkpoint" in answer("nowhere")
     assert "--temperature -1" in answer("learned", temperature=-1)
+    assert "--temperature 1e-320" in answer("learned", temperature=1e-320)
+    assert "--step 7: --load" in answer("learned", step=7)
     assert "--top-k 0" in answer("learned", top_k=0)
     assert answer("learned", tokens=3, top_k=2) == "accepted"
     assert len(PROMPT) == 53 and "--seq-length" in RUN

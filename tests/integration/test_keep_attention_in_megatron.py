@@ -173,6 +173,29 @@ def test_metp_circulates_no_keys_again(megatron_ranks_fp64):
         assert found["full"][0][0] == found["nothing"][0][0] + 2 * 3 * LAYERS * 2  # two shards
 
 
+def behind_frozen_weights():
+    """Largest difference of gradients, kept against not recomputed, the embedding being frozen."""
+    import torch
+
+    config = start(1, longseq_context_parallel="2d")
+    keep = {"longseq_keep_attention_output": True}
+    batch, found = torch.arange(TOKENS)[None], []
+    weights = None
+    for changes in ({}, FULL | keep):
+        gpt = model(dataclasses.replace(config, **changes))
+        weights = weights or gpt.state_dict()
+        gpt.load_state_dict(weights)
+        gpt.embedding.requires_grad_(False)
+        gpt(batch, batch, None, labels=batch).sum().backward()
+        found.append({n: p.grad for n, p in gpt.decoder.named_parameters()})
+    plain, kept = found
+    return max((plain[name] - kept[name]).abs().max().item() for name in plain)
+
+
+def test_layers_behind_frozen_weights_have_their_gradients(megatron_ranks_fp64):
+    assert megatron_ranks_fp64.run(behind_frozen_weights, world_size=1)[0] < 1e-12
+
+
 def bytes_kept():
     """What a layer's forward leaves for backward, more than if it kept nothing of attention."""
     import torch

@@ -133,3 +133,11 @@ def test_a_segment_shorter_than_the_window_is_refused(ranks):
     assert "segments of 2 tokens" in short and "at least 12 tokens" in short
     assert "must be even" in odd
     assert "initial_rows of shape (1, 2, 3)" in rows and "[1, 3, 3]" in rows
+
+
+def test_the_last_rows_hold_no_more_than_themselves():
+    # They are kept between the chunks of a sequence: a view would keep every chunk's tokens.
+    x, weight = torch.randn(2, 64, 6), torch.randn(6, 4)
+    _, final = CausalConvolution(None)(x, weight, output_final_rows=True)
+    assert final.untyped_storage().nbytes() == final.nbytes == 2 * 3 * 6 * 4
+    assert torch.equal(final, x[:, -3:])

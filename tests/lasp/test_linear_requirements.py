@@ -167,6 +167,28 @@ REFUSED = {
         1,
         ["--recompute-granularity full", "leave it out"],
     ),
+    "chunks with other modules recomputed": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm",
+        1,
+        ["--recompute-modules", "core_attn alone"],
+    ),
+    "chunks of whole parameters": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --use-torch-fsdp2",
+        1,
+        ["--use-torch-fsdp2", "whole parameters"],
+    ),
+    "chunks of packed documents": (
+        f"{LINEAR} gla --longseq-sequence-chunks 2 --dataloader-inter-document-masking",
+        1,
+        ["--dataloader-inter-document-masking", "whatever documents end there"],
+    ),
+    "chunks that tensor-parallel ranks cannot split": (
+        f"{LINEAR} gla --longseq-sequence-chunks 64 --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+        2,
+        ["--longseq-sequence-chunks 64", "--tensor-model-parallel-size 2"],
+    ),
     "chunks with dropout": (
         f"{LINEAR} gla --longseq-sequence-chunks 2 --hidden-dropout 0.1",
         1,

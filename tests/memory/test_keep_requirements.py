@@ -56,6 +56,22 @@ REFUSED = {
         1,
         ["--longseq-keep-attention-layers 0.0", "more than 0 and at most 1"],
     ),
+    "a share of tokens of linear layers": (
+        f"--longseq-linear-attention gla --position-embedding-type none {KEEP} {FULL} uniform "
+        "--recompute-num-layers 1 --longseq-keep-attention-tokens 0.5",
+        1,
+        ["--longseq-keep-attention-tokens 0.5", "only layers of 2D attention"],
+    ),
+    "a full recompute under Megatron-FSDP": (
+        f"--longseq-zero zero3 {FULL} uniform --recompute-num-layers 1",
+        2,
+        ["--recompute-granularity full", "--longseq-zero zero1"],
+    ),
+    "checkpoints under Megatron-FSDP": (
+        "--longseq-zero zero2 --save /tmp/none",
+        2,
+        ["--save /tmp/none", "seen to hang"],
+    ),
     "a window that does not divide the ring": (
         f"{TWO_D} {CP} 4 --longseq-head-parallel-size 1 --longseq-ring-window-size 3",
         4,
