@@ -53,6 +53,7 @@ class OnlineSoftmax:
         self._device = device
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._fresh_from = 0  # no block has come for this row or a later one
 
     def merge(self, block_out: Tensor, block_lse: Tensor, rows: slice = EVERYTHING) -> None:
         """Merges the attention of query ``rows`` to one more key block.
@@ -64,10 +65,19 @@ class OnlineSoftmax:
                 # The first block becomes the accumulator: no copy where the dtype is the same.
                 self._out = block_out.to(self.dtype)
                 self._lse = block_lse.to(self.dtype)
+                self._fresh_from = self._out_shape[0]
                 return
             length, batch, heads, _ = self._out_shape
             self._out = torch.zeros(self._out_shape, dtype=self.dtype, device=self._device)
             self._lse = self._out.new_full((batch, heads, length), -torch.inf)
+        start, stop, _ = rows.indices(self._out_shape[0])
+        if start >= self._fresh_from:
+            # Many short documents come in order of rows: nothing is there yet to merge with.
+            self._out[rows] = block_out
+            self._lse[..., rows] = block_lse
+            self._fresh_from = stop
+            return
+        self._fresh_from = max(self._fresh_from, stop)
         merge_(self._out[rows], self._lse[..., rows], block_out, block_lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
