@@ -230,7 +230,8 @@ class TwoDCoreAttention(MegatronModule):
         """For the start-up lines: factorisation and kernel."""
         from ..softmax.block_kernels import choose_kernel
 
-        device = torch.device(torch.cuda.current_device())  # the CPU's, on the CPU platform
+        # Where the CPU platform stands in for CUDA, it is the CPU that a tensor comes to lie on.
+        device = torch.empty(0, device=torch.cuda.current_device()).device
         kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
         more = "" if self.window is None else f", window {self.window}"
