@@ -74,6 +74,18 @@ class _TensorType(type):
         return torch.tensor(*args, dtype=cls.dtype) if args else torch.empty(0, dtype=cls.dtype)
 
 
+class _Host(str):
+    """The current device: a name that PyTorch takes as it is, inside of backward too.
+
+    In a text it is a number, as a GPU would be: Megatron-FSDP makes names of devices from it.
+    """
+
+    __slots__ = ()
+
+    def __format__(self, _spec: str) -> str:
+        return "0"
+
+
 class _Generators:
     """``torch.cuda.default_generators``: any index is the CPU's generator."""
 
@@ -111,7 +123,7 @@ def answer_for_cuda(live_bytes: Counter) -> None:
         "BoolTensor": torch.bool,
     }.items():
         setattr(cuda, name, _TensorType(name, (), {"dtype": dtype}))
-    cuda.current_device = lambda: 0  # a number: Megatron puts it into names of devices
+    cuda.current_device = lambda: _Host("cpu")
     cuda.device_count = lambda: 1
     # Said outright: PyTorch may be told to answer it by the count above.
     cuda.is_available = lambda: False
@@ -201,8 +213,6 @@ class OnCpu(TorchFunctionMode):
 
 
 def _to_cpu(value):
-    if type(value) is int:
-        return "cpu"  # the number of a GPU
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
         return "cpu"
     if isinstance(value, torch.device) and value.type == "cuda":
