@@ -140,6 +140,7 @@ def model_config(
         bf16=dtype == torch.bfloat16,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        deallocate_pipeline_outputs=True,  # as Megatron's entry points have it
         **options,
     )
     return LongSeqGPTModelConfig(

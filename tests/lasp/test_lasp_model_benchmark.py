@@ -44,7 +44,9 @@ def agreement():
 
 
 def test_contenders_of_a_model_have_the_same_loss_and_gradients(megatron_ranks):
-    linear, softmax = megatron_ranks.run(agreement, world_size=2, backend="gloo")[0]
+    linear, softmax = megatron_ranks.run(
+        agreement, world_size=2, backend="gloo", timeout_seconds=180
+    )[0]
     assert len(linear) == 5 and len(softmax) == 4
     assert max(*linear.values(), *softmax.values()) < 1e-5
 
@@ -63,7 +65,7 @@ def peaks():
 def test_a_peak_is_that_of_any_step_and_of_any_number_of_chunks(megatron_ranks):
     # A thread of gloo may hold a tensor for a moment: a count can come out too high, not too low.
     for _ in range(3):
-        counts = megatron_ranks.run(peaks, world_size=2, backend="gloo")
+        counts = megatron_ranks.run(peaks, world_size=2, backend="gloo", timeout_seconds=180)
         if all(first == second for first, _, second in counts):
             break
     for four_chunks, eight_chunks, in_second_step in counts:
