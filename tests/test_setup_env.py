@@ -439,7 +439,7 @@ def with_make(ready: Project) -> Project:
 def test_make_test_passes_its_arguments_to_pytest(with_make: Project) -> None:
     outcome = with_make.run("make", "test", "ARGS=tests/a -x", PYTEST_EXIT_CODE="0")
     assert outcome.code == 0, outcome.err
-    assert (with_make.home / "calls").read_text() == "-m pytest tests/a -x\n"
+    assert (with_make.home / "calls").read_text() == ("-m pytest -n 2 --dist loadfile tests/a -x\n")
 
 
 @pytest.mark.parametrize("pytest_code", ["0", "1", "5"])

@@ -38,6 +38,7 @@ def test_a_byte_has_the_class_of_the_token_that_it_belongs_to(example):
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_two_ranks_learn_to_label_as_one_does_and_better_than_by_majority(example, megatron_ranks):
     paths = sorted(Path(multiprocessing.__file__).parent.glob("*.py"))
     text, classes = example.labelled_text(paths, 16 * 1024)

@@ -150,7 +150,6 @@ ALWAYS = (
     "gdn, more value than key heads",
     "data x context, distributed optimizer",
     "chunks, convolved, distributed optimizer",
-    "context and pipeline",
     "contiguous, three ranks, selective",
     "hybrid, both",
 )

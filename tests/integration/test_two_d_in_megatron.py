@@ -54,7 +54,23 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Between them every kind of parallelism; the others are further combinations.
+ALWAYS = (
+    "heads 4 of 2 groups",
+    "tp 2, sequence parallel",
+    "pp 2 interleaved",
+    "dp 2, zero 1, overlap",
+    "experts",
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout in ALWAYS else pytest.param(layout, marks=pytest.mark.thorough)
+        for layout in LAYOUTS
+    ],
+)
 def test_every_layout_equals_one_process_in_double_precision(layout, megatron_ranks_fp64):
     processes, flags = LAYOUTS[layout]
     verdict = verify(
@@ -116,8 +132,16 @@ def stock(megatron_ranks, tmp_path_factory, corpus):
     [
         (2, "--context-parallel-size 2"),
         (4, "--context-parallel-size 4 --longseq-head-parallel-size 2"),
-        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-        (4, "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
+        pytest.param(
+            4,
+            "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            4,
+            "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_five_steps_from_a_stock_checkpoint_have_the_losses_of_one_process(
