@@ -245,7 +245,7 @@ class _Step:
 
     def run(self) -> tuple[float, float, float]:
         processors, started = time.process_time(), time.perf_counter()
-        self.loss = self.training.step()
+        self.loss = self.training.step(KEEP_TOKENS)
         return time.perf_counter() - started, 0.0, time.process_time() - processors
 
 

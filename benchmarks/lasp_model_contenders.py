@@ -14,16 +14,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
-from metp_models import Training
+from megatron.core.distributed import finalize_model_grads
+from megatron_step import FULL_RECOMPUTE, MegatronStep, start_groups
 from torch import Tensor
 
 from megatron_longseq.config import LongSeqTransformerConfig
 from megatron_longseq.gpt_training import tokens_of_this_rank
 from megatron_longseq.layer_specs import longseq_layer_spec
-from megatron_longseq.model_builder import LongSeqGPTModelBuilder, LongSeqGPTModelConfig
+from megatron_longseq.model_builder import LongSeqGPTModelConfig
 from megatron_longseq.verification.pieces import Piece, assemble, fill_parameters, parameter_pieces
 
 Method = Literal["LASP", "TP+SP", "Ulysses", "ring attention"]
@@ -85,14 +83,11 @@ class Contender:
 
 def start(contender: Contender, ranks: int) -> None:
     """Megatron's groups of one sequence over all ranks; ends what there was before."""
-    from metp_models import start as start_tensor_parallel
-
-    start_tensor_parallel(ranks if contender.method == "TP+SP" else 1)
     if contender.method == "TP+SP":
+        start_groups(tensor_model_parallel_size=ranks)
         return
-    parallel_state.destroy_model_parallel()
     head_parallel = contender.head_parallel(ranks)
-    parallel_state.initialize_model_parallel(
+    start_groups(
         context_parallel_size=ranks,
         hierarchical_context_parallel_sizes=(
             None if head_parallel is None else [head_parallel, ranks // head_parallel]
@@ -106,11 +101,7 @@ def model_config(
     """Megatron's config of the contender's model; needs :func:`start` before."""
     options: dict[str, Any] = {}
     if contender.recompute == "full":
-        options = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        options = dict(FULL_RECOMPUTE)
     context = parallel_state.get_context_parallel_world_size()
     head_parallel = contender.head_parallel(context)
     if head_parallel is None:
@@ -152,7 +143,7 @@ def model_config(
     )
 
 
-class LinearTraining(Training):
+class LinearTraining(MegatronStep):
     """A contender's model with DDP and Adam, and one step of training it; after :func:`start`.
 
     Args:
@@ -172,34 +163,15 @@ class LinearTraining(Training):
     ) -> None:
         self.shape = shape
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        self.config = model_config(contender, shape, sequence=sequence, dtype=dtype)
-        self.config.pre_wrap_hooks.append(_fill)
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        config = model_config(contender, shape, sequence=sequence, dtype=dtype)
+        config.pre_wrap_hooks.append(_fill)
         # Sharded over all ranks that have the same weights: of what tensor parallelism has in
         # shards, context parallelism would otherwise hold a copy on each. Without an optimizer
         # every rank gets the whole gradients.
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer
-        )
-        builder = LongSeqGPTModelBuilder(self.config)
-        (self.model,) = builder.build_distributed_models(self.groups, ddp_config=ddp)
-        self.inner = self.model
-        while hasattr(self.inner, "module"):
-            self.inner = self.inner.module
+        super().__init__(config, optimizer=optimizer, distributed=optimizer)
         self._cut = Namespace(
             longseq_sequence_chunks=contender.chunks(sequence), longseq_linear_layout="zigzag"
         )
-        self.optimizer = None
-        if optimizer:
-            adam = OptimizerConfig(
-                optimizer="adam",
-                lr=0.0,  # all the arithmetic of a step, and the next one starts from the same
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                clip_grad=1.0,
-                use_distributed_optimizer=True,
-            )
-            self.optimizer = get_megatron_optimizer(adam, [self.model])
 
     def batch(self, sequence: int) -> tuple[Tensor, ...]:
         """This rank's tokens, positions, labels and loss mask ``[1, s / cp]`` of one sequence."""

@@ -11,28 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron_step import FULL_RECOMPUTE, MegatronStep, mean_loss, start_groups
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from megatron_longseq.config import LongSeqTransformerConfig
 from megatron_longseq.layer_specs import longseq_layer_spec
-from megatron_longseq.model_builder import LongSeqGPTModelBuilder, LongSeqGPTModelConfig
+from megatron_longseq.model_builder import LongSeqGPTModelConfig
 
 HIDDEN, HEADS, FFN, VOCABULARY = 512, 8, 2048, 2048
 # Rows of a rank's tokens whose logits the tiled loss holds at a time.
@@ -80,16 +73,7 @@ STOCK_CORE = replace(TP_SP, core="stock")
 
 def start(ranks: int) -> None:
     """Megatron's groups of one tensor-parallel group of all ranks; ends what there was before."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-    destroy_num_microbatches_calculator()
-    init_num_microbatches_calculator(
-        rank=dist.get_rank(),
-        rampup_batch_size=None,
-        global_batch_size=1,
-        micro_batch_size=1,
-        data_parallel_size=1,
-    )
+    start_groups(tensor_model_parallel_size=ranks)
 
 
 def model_config(
@@ -100,11 +84,7 @@ def model_config(
     if contender.recompute == "norm":
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     elif contender.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        recompute = dict(FULL_RECOMPUTE)
     transformer = LongSeqTransformerConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -138,7 +118,7 @@ def model_config(
     )
 
 
-class Training:
+class Training(MegatronStep):
     """A contender's model with DDP and Adam, and one step of training it.
 
     Every contender starts from the same weights: Megatron draws them by seed, in the same order.
@@ -161,54 +141,14 @@ class Training:
         self.contender = contender
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
-        self.config = model_config(contender, layers=layers, sequence=sequence, dtype=dtype)
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        builder = LongSeqGPTModelBuilder(self.config)
-        (self.model,) = builder.build_distributed_models(self.groups, ddp_config=ddp)
-        self.inner = self.model
-        while hasattr(self.inner, "module"):
-            self.inner = self.inner.module
-        self.optimizer = None
-        if optimizer:
-            adam = OptimizerConfig(
-                optimizer="adam",
-                lr=0.0,  # all the arithmetic of a step, and the next one starts from the same
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                clip_grad=1.0,
-            )
-            self.optimizer = get_megatron_optimizer(adam, [self.model])
+        config = model_config(contender, layers=layers, sequence=sequence, dtype=dtype)
+        super().__init__(config, optimizer=optimizer)
 
     def batch(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and labels ``[1, s]``, the same on every rank."""
         generator = torch.Generator().manual_seed(2)
         text = torch.randint(0, VOCABULARY, (1, sequence + 1), generator=generator)
         return text[:, :-1].contiguous(), torch.arange(sequence)[None], text[:, 1:].contiguous()
-
-    def step(self, sequence: int, *, update: bool = True) -> float:
-        """One micro-batch through Megatron's schedule, gradients finished, weights updated."""
-        self.model.zero_grad_buffer()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        (result,) = forward_backward_no_pipelining(
-            forward_step_func=self._forward_step,
-            data_iterator=iter([self.batch(sequence)]),
-            model=[self.model],
-            num_microbatches=1,
-            seq_length=sequence,
-            micro_batch_size=1,
-            pg_collection=self.groups,
-        )
-        if self.optimizer is not None and update:
-            self.optimizer.step()
-        return float(result["loss"])
-
-    def first_update(self) -> None:
-        """An update by gradients of zero: the optimizer's state is there after it."""
-        self.model.zero_grad_buffer()
-        assert self.optimizer is not None
-        self.optimizer.step()
 
     def warm_up(self, sequence: int) -> None:
         """A step of the first layer alone: buffers have grown to this length after it."""
@@ -226,7 +166,7 @@ class Training:
         if self.contender.loss == "tiled":
             extra["output_processor"] = tiled_loss
         losses = model(tokens, positions, None, labels=labels, **extra)
-        return losses, _mean
+        return losses, mean_loss
 
     def gradients(self) -> dict[str, Tensor]:
         """The finished gradient of every parameter, by name."""
@@ -234,11 +174,6 @@ class Training:
             name: parameter.main_grad.detach().float().clone()
             for name, parameter in self.inner.named_parameters()
         }
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

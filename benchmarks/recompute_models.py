@@ -6,43 +6,26 @@ from typing import Any
 import at_scale_parts as parts
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron_step import FULL_RECOMPUTE, MegatronStep, mean_loss, start_groups
 from torch import Tensor
 
 from megatron_longseq.attention_2d import attention
 from megatron_longseq.config import LongSeqTransformerConfig
 from megatron_longseq.layer_specs import longseq_layer_spec
 from megatron_longseq.memory.keep_attention import Kept
-from megatron_longseq.model_builder import LongSeqGPTModelBuilder, LongSeqGPTModelConfig
+from megatron_longseq.model_builder import LongSeqGPTModelConfig
 from megatron_longseq.token_layout import zigzag_tokens
 
 
 def start(ranks: int) -> None:
     """Megatron's groups: one ring of all ranks."""
     torch.set_num_threads(1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        context_parallel_size=ranks, hierarchical_context_parallel_sizes=[1, ranks]
-    )
-    destroy_num_microbatches_calculator()
-    init_num_microbatches_calculator(
-        rank=dist.get_rank(),
-        rampup_batch_size=None,
-        global_batch_size=1,
-        micro_batch_size=1,
-        data_parallel_size=1,
-    )
+    start_groups(context_parallel_size=ranks, hierarchical_context_parallel_sizes=[1, ranks])
 
 
-class Training:
+class Training(MegatronStep):
     """Two layers under full recompute, and a step of training them.
 
     Args:
@@ -68,9 +51,7 @@ class Training:
             longseq_context_parallel="2d",
             longseq_head_parallel_size=1,
             longseq_keep_attention_output=keep,
-            recompute_granularity="full",
-            recompute_method="uniform",
-            recompute_num_layers=1,
+            **FULL_RECOMPUTE,
         )
         config = LongSeqGPTModelConfig(
             transformer=transformer,
@@ -79,38 +60,20 @@ class Training:
             seq_length=parts.KEEP_TOKENS,
             position_embedding_type="none",
         )
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        builder = LongSeqGPTModelBuilder(config)
-        (self.model,) = builder.build_distributed_models(self.groups, ddp_config=ddp)
-        adam = OptimizerConfig(
-            optimizer="adam", lr=0.0, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0
-        )
-        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        super().__init__(config)
         generator = torch.Generator().manual_seed(2)
         text = torch.randint(0, 257, (1, parts.KEEP_TOKENS + 1), generator=generator)
         own = zigzag_tokens(dist.get_rank(), dist.get_world_size(), parts.KEEP_TOKENS)
-        self.batch = text[:, :-1][:, own], own[None], text[:, 1:][:, own]
+        self._batch = text[:, :-1][:, own], own[None], text[:, 1:][:, own]
 
-    def step(self) -> float:
-        """One micro-batch, gradients finished, weights updated."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        (result,) = forward_backward_no_pipelining(
-            forward_step_func=self._forward_step,
-            data_iterator=iter([self.batch]),
-            model=[self.model],
-            num_microbatches=1,
-            seq_length=parts.KEEP_TOKENS,
-            micro_batch_size=1,
-            pg_collection=self.groups,
-        )
-        self.optimizer.step()
-        return float(result["loss"])
+    def batch(self, sequence: int) -> tuple[Tensor, ...]:
+        """This rank's tokens, positions and labels: always the same."""
+        assert sequence == parts.KEEP_TOKENS
+        return self._batch
 
     def _forward_step(self, batches: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
         tokens, positions, labels = next(batches)
-        return model(tokens, positions, None, labels=labels), _mean
+        return model(tokens, positions, None, labels=labels), mean_loss
 
     def attention_forwards(self) -> float:
         """Passes of attention per layer in a step of one micro-batch."""
@@ -122,7 +85,7 @@ class Training:
 
         attention.ring_attention_forward = counted
         try:
-            self.step()
+            self.step(parts.KEEP_TOKENS)
         finally:
             attention.ring_attention_forward = plain
         return len(calls) / parts.KEEP_LAYERS
@@ -137,12 +100,7 @@ class Training:
 
         Kept.keep = counted  # type: ignore[method-assign]
         try:
-            self.step()
+            self.step(parts.KEEP_TOKENS)
         finally:
             Kept.keep = plain  # type: ignore[method-assign]
         return sum(held)
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}
