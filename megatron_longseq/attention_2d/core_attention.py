@@ -18,9 +18,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from ..errors import UserError
-from ..lasp.parameters import per_head
 from ..packed_rows import PackedRows
 from ..process_groups import ContextParallelGroups
+from ..split_parameters import device_of, per_head
 from .attention import TwoDAttention
 
 CAUSAL = (AttnMaskType.causal,)
@@ -117,8 +117,7 @@ class TwoDCoreAttention(MegatronModule):
         self.softmax_offset: Tensor | None = None
         if config.softmax_type == "vanilla":
             return
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        whole = torch.zeros(config.num_attention_heads, device=device)
+        whole = torch.zeros(config.num_attention_heads, device=device_of(config))
         if config.softmax_type == "off-by-one":
             self.softmax_offset = whole.chunk(self.tp_group.size())[0].to(config.params_dtype)
             return

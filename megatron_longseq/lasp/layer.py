@@ -35,8 +35,9 @@ from ..communication.collectives import Collectives
 from ..communication.groups import GroupPlace
 from ..errors import UserError
 from ..packed_rows import PackedRows
+from ..split_parameters import per_head
 from .output_norms import HeadNorm, hidden_norm
-from .parameters import LowRank, ShortConvolution, per_head
+from .parameters import LowRank, ShortConvolution
 from .presets import (
     apply_map,
     initial_rates,

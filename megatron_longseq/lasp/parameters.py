@@ -14,29 +14,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from ..split_parameters import device_of, mark_split
 from .halo import CausalConvolution
-
-
-def per_head(config: Any, whole: Tensor, tp_group: Any) -> torch.nn.Parameter:
-    """A parameter of which each tensor-parallel rank has the part of its heads.
-
-    Args:
-        whole: its first values, ``[heads, ..]`` or ``[heads x width]`` of the whole model.
-    """
-    part = whole.chunk(tp_group.size())[tp_group.rank()]
-    parameter = torch.nn.Parameter(part.to(_device(config), config.params_dtype, copy=True))
-    _mark_split(parameter)
-    return parameter
-
-
-def _device(config: Any) -> Any:
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
-def _mark_split(parameter: torch.nn.Parameter) -> None:
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.partition_dim = 0  # type: ignore[attr-defined]
-    parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 class ShortConvolution(MegatronModule):
@@ -71,11 +50,11 @@ class ShortConvolution(MegatronModule):
             ranks, rank = tp_group.size(), tp_group.rank()
             weight = torch.cat([s.chunk(ranks)[rank] for s in whole.split(list(sections))])
         else:
-            weight = torch.empty(sum(self._sections), 1, width, device=_device(config))
+            weight = torch.empty(sum(self._sections), 1, width, device=device_of(config))
             with get_cuda_rng_tracker().fork():
                 weight.uniform_(-bound, bound)
         self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
-        _mark_split(self.weight)
+        mark_split(self.weight)
 
     def forward(
         self, x: Tensor, rows: Tensor | None, output_rows: bool
@@ -110,7 +89,7 @@ class _Down(torch.nn.Module):
     def __init__(self, config: Any, rank: int) -> None:
         super().__init__()
         shape = (rank, config.hidden_size)
-        weight = torch.empty(shape, device=_device(config), dtype=config.params_dtype)
+        weight = torch.empty(shape, device=device_of(config), dtype=config.params_dtype)
         config.init_method(weight)
         self.weight = torch.nn.Parameter(weight)
         # Under sequence parallelism each rank sees other tokens: Megatron sums the gradients.
