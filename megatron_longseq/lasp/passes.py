@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..communication.collectives import Collectives
 from ..communication.scan import Scan
-from ..memory.keep_attention import keep_or_compute
+from ..memory.keep_attention import keep_results, kept_results
 from .chunk_kernels import ChunkKernel
 from .segments import Segments
 
@@ -128,10 +128,9 @@ class LinearAttentionFunction(torch.autograd.Function):
             out, after = plan.kernel.intra(segments, dtype=plan.out_dtype, state=entering)
             final = plan.final_everywhere(after) if plan.output_final_state else None
         else:
-            out: Tensor | None = None
-
-            def scanned_states() -> tuple[Tensor, ...]:
-                nonlocal out
+            # Where a layer is recomputed its states may have been kept: then none travel again.
+            kept = kept_results()
+            if kept is None:
                 scan = plan.scan.start(
                     plan.kernel.summary(segments),
                     reverse=plan.reverse,
@@ -139,17 +138,13 @@ class LinearAttentionFunction(torch.autograd.Function):
                     total="everywhere" if plan.output_final_state else "none",
                     hidden_seconds=plan.hidden_seconds(segments.intra_flops),
                 )
-                # What no state is needed for, while the states travel.
-                out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
+            out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
+            if kept is None:
                 scanned = scan.wait()
-                states = torch.stack(scanned.states, 1)
-                return (states,) if scanned.total is None else (states, scanned.total)
-
-            # Where a layer is recomputed its states may have been kept: then none travel again.
-            entering, *total = keep_or_compute(scanned_states)
-            final = total[0] if total else None
-            if out is None:
-                out, _ = plan.kernel.intra(segments, dtype=segments.state_dtype)
+                total = () if scanned.total is None else (scanned.total,)
+                kept = torch.stack(scanned.states, 1), *total
+                keep_results(*kept)
+            entering, final = kept[0], kept[1] if len(kept) > 1 else None
             plan.kernel.apply(segments, out, entering)
         ctx.save_for_backward(query, key, value, log_decay, beta, entering)
         ctx.plan, ctx.device_type = plan, query.device.type

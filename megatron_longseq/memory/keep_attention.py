@@ -7,7 +7,8 @@ the two runs of one call, an operator may keep results that cost much to compute
     checkpoint(kept, ...)           first run: `keep_or_compute` computes and keeps
                                     second run: it returns what was kept, in the same order
 
-An operator asks :func:`keep_or_compute`; outside of any such function it simply computes. There is
+An operator asks :func:`keep_or_compute`, or :func:`kept_results` and :func:`keep_results` where
+more than one call lies between; outside of any such function it simply computes. There is
 no index of layers and no flag of the process, so any number of calls may be in flight, in any
 order, as pipelines have them; what is kept dies with the call.
 
@@ -75,18 +76,28 @@ class Kept:
         return sum(t.numel() * t.element_size() for item in self._items for t in item)
 
 
-def keep_or_compute(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Results of an operator: computed, or what the first run of a checkpoint has kept of them.
+def kept_results() -> tuple[Tensor, ...] | None:
+    """What the first run of a checkpoint has kept of an operator; ``None``: compute, and keep it.
 
     Called inside an autograd function's forward, where no gradients are recorded.
     """
     current = _CURRENT.get()
-    if current is None:
-        return compute()
-    if not current.recording:
-        return current.take()
-    results = compute()
-    current.keep(results)
+    return None if current is None or current.recording else current.take()
+
+
+def keep_results(*results: Tensor) -> None:
+    """Keeps what an operator has computed for the second run, if there will be one."""
+    current = _CURRENT.get()
+    if current is not None and current.recording:
+        current.keep(results)
+
+
+def keep_or_compute(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Results of an operator: what the first run has kept of them, or computed, and kept."""
+    results = kept_results()
+    if results is None:
+        results = compute()
+        keep_results(*results)
     return results
 
 
