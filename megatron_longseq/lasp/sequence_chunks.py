@@ -16,7 +16,7 @@ Source: Sun et al., "Sequence Accumulation and Beyond: Infinite Context Length o
 Large Clusters" (AAAI 2025).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +191,7 @@ class _Chunks(torch.autograd.Function):
         # The same layers, in the same order, leave states at every chunk.
         ctx.layers = list(entered[-1])
         ctx.has_rows = [state.rows is not None for state in entered[-1].values()]
+        ctx.entered = [len(_flat(states)) for states in entered]
         ctx.save_for_backward(*(t for states in entered for t in _flat(states)))
         ctx.sizes = [out.shape[1] for out in outs]
         return torch.cat(outs, 1)
@@ -199,47 +200,54 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         loop, parameters = ctx.loop, ctx.parameters
-        sums: list[Tensor | None] = [None] * len(parameters)
-        per_chunk = len(ctx.saved_tensors) // max(1, len(ctx.inputs) - 1)
-        leaving_gradients: list[Tensor | None] = [None] * per_chunk
-        pieces = gradient.split(ctx.sizes, 1)
-        for index in reversed(range(len(ctx.inputs))):
-            saved = ctx.saved_tensors[(index - 1) * per_chunk : index * per_chunk] if index else ()
-            entering = [tensor.detach().requires_grad_() for tensor in saved]
-            states = _states(ctx.layers, ctx.has_rows, entering) if index else {}
+        sums = _Sums(parameters)
+        saved = list(ctx.saved_tensors)
+        state_gradients: list[Tensor | None] = []  # of the states that leave a chunk
+        inputs = zip(ctx.inputs, gradient.split(ctx.sizes, 1), ctx.entered, strict=True)
+        for index, (chunk, out_gradient, count) in reversed(list(enumerate(inputs))):
+            entering = [saved.pop().detach().requires_grad_() for _ in range(count)][::-1]
+            states = _states(ctx.layers, ctx.has_rows, entering) if entering else {}
             with torch.enable_grad():
-                out, leaving = loop.one(ctx.model_forward, ctx.inputs[index], index, states)
-            given = [
-                (state, gradient)
-                for state, gradient in zip(_flat(leaving), leaving_gradients, strict=False)
-                if gradient is not None and state.requires_grad
+                out, leaving = loop.one(ctx.model_forward, chunk, index, states)
+            # Of the last chunk nobody reads the states; a rank's copies have no gradient.
+            followed = [
+                (state, its)
+                for state, its in zip(_flat(leaving), state_gradients, strict=False)
+                if its is not None and state.requires_grad
             ]
             del leaving
             found = torch.autograd.grad(
-                [out, *(state for state, _ in given)],
+                [out, *(state for state, _ in followed)],
                 [*parameters, *entering],
-                [pieces[index], *(gradient for _, gradient in given)],
+                [out_gradient, *(its for _, its in followed)],
                 allow_unused=True,
             )
-            leaving_gradients = loop.hand_back(list(found[len(parameters) :]))
-            for place, part in enumerate(found[: len(parameters)]):
-                if part is None:
-                    continue
-                total = sums[place]
-                if total is None:
-                    sums[place] = part.to(accumulation_dtype(part.dtype), copy=True)
-                else:
-                    total += part
-            del out, given, found
-        return (
-            None,
-            None,
-            None,
-            *(
-                None if total is None else total.to(parameter.dtype)
-                for total, parameter in zip(sums, parameters, strict=True)
-            ),
-        )
+            sums.add(found[: len(parameters)])
+            state_gradients = loop.hand_back(list(found[len(parameters) :]))
+            del out, followed, found
+        return None, None, None, *sums.finished()
+
+
+class _Sums:
+    """Gradients of parameters, added up in fp32 (fp64 for fp64)."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, parts: Sequence[Tensor | None]) -> None:
+        """Adds a part of each; ``None`` for a parameter that was not used."""
+        for place, part in enumerate(parts):
+            total = self._sums[place]
+            if total is not None and part is not None:
+                total += part
+            elif part is not None:
+                self._sums[place] = part.to(accumulation_dtype(part.dtype), copy=True)
+
+    def finished(self) -> Iterator[Tensor | None]:
+        """The sums in the parameters' dtypes; ``None`` for a parameter that was never used."""
+        for total, parameter in zip(self._sums, self._parameters, strict=True):
+            yield None if total is None else total.to(parameter.dtype)
 
 
 def _flat(states: dict[int, LinearState]) -> list[Tensor]:
