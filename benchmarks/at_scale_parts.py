@@ -228,10 +228,11 @@ def time_recompute(rounds: int, most_rounds: int) -> dict[str, Any]:
             if len(quiet(samples[name])) < rounds:
                 samples[name].append(sample(step))  # type: ignore[arg-type]
     losses = [step.loss for step in steps.values()]
+    counted = {name: step.training.counted() for name, step in steps.items()}
     return {
         "samples": samples,
-        "forwards": {name: step.training.attention_forwards() for name, step in steps.items()},
-        "kept_bytes": {name: step.training.kept_bytes() for name, step in steps.items()},
+        "forwards": {name: forwards for name, (forwards, _) in counted.items()},
+        "kept_bytes": {name: held for name, (_, held) in counted.items()},
         "loss_difference": abs(losses[0] - losses[1]) / losses[0],
     }
 

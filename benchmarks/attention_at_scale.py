@@ -93,7 +93,7 @@ def memory_rows(run: Run) -> list[Row]:
 
 def keep_rows(run: Run) -> list[Row]:
     """Steps of a training run: full recompute, and with attention kept."""
-    found = run(parts.time_recompute, 2, 3, 6, backend="gloo")
+    found = run(parts.time_recompute, 2, 2, 4, backend="gloo")
     rows = []
     for name, samples in found[0]["samples"].items():
         row = {"kind": "keep", "name": name, "ranks": 2, "tokens": parts.KEEP_TOKENS}

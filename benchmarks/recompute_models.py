@@ -75,32 +75,24 @@ class Training(MegatronStep):
         tokens, positions, labels = next(batches)
         return model(tokens, positions, None, labels=labels), mean_loss
 
-    def attention_forwards(self) -> float:
-        """Passes of attention per layer in a step of one micro-batch."""
-        plain, calls = attention.ring_attention_forward, []
+    def counted(self) -> tuple[float, int]:
+        """Of one more step: passes of attention per layer, and bytes checkpoints keep of it."""
+        plain, keep = attention.ring_attention_forward, Kept.keep
+        calls, held = [], []
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted_pass(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
             return plain(*args, **kwargs)
 
-        attention.ring_attention_forward = counted
+        def counted_keep(kept: Kept, tensors: tuple[Tensor, ...]) -> None:
+            held.append(sum(t.numel() * t.element_size() for t in tensors))
+            keep(kept, tensors)
+
+        attention.ring_attention_forward = counted_pass
+        Kept.keep = counted_keep  # type: ignore[method-assign]
         try:
             self.step(parts.KEEP_TOKENS)
         finally:
             attention.ring_attention_forward = plain
-        return len(calls) / parts.KEEP_LAYERS
-
-    def kept_bytes(self) -> int:
-        """Bytes that checkpoints keep of attention between forward and backward."""
-        plain, held = Kept.keep, []
-
-        def counted(kept: Kept, tensors: tuple[Tensor, ...]) -> None:
-            held.append(sum(t.numel() * t.element_size() for t in tensors))
-            plain(kept, tensors)
-
-        Kept.keep = counted  # type: ignore[method-assign]
-        try:
-            self.step(parts.KEEP_TOKENS)
-        finally:
-            Kept.keep = plain  # type: ignore[method-assign]
-        return sum(held)
+            Kept.keep = keep  # type: ignore[method-assign]
+        return len(calls) / parts.KEEP_LAYERS, sum(held)
