@@ -14,6 +14,7 @@ from megatron_longseq.attention_2d import TwoDAttention
 from megatron_longseq.communication import BufferPool, DoubleRing
 from megatron_longseq.measurement import LimitedLinks, LiveBytes
 from megatron_longseq.softmax import OnlineSoftmax, choose_kernel
+from megatron_longseq.softmax.ring_attention import BackwardRing
 from megatron_longseq.token_layout import ZigzagGrid
 
 HEADS, WIDTH, TOKENS = 4, 64, 8192
@@ -30,6 +31,7 @@ class RingContender:
         head_parallel, ring: sizes.
         window: of a double ring; ``None`` for a single one.
         context_first: rings on neighbouring ranks.
+        moves: what goes round in the backward.
     """
 
     name: str
@@ -37,6 +39,7 @@ class RingContender:
     ring: int
     window: int | None
     context_first: bool = False
+    moves: BackwardRing = "keys"
 
     def rank(self, position: int, place: int) -> int:
         """The physical rank at a ring position and a place in the head group."""
@@ -50,7 +53,17 @@ DOUBLE = RingContender("1 x 8, windows of 4", 1, 8, 4)
 HEAD_SINGLE = RingContender("2 x 4 head-first, single ring", 2, 4, None)
 HEAD_FIRST = RingContender("2 x 4 head-first, windows of 2", 2, 4, 2)
 CONTEXT_FIRST = RingContender("2 x 4 context-first", 2, 4, None, context_first=True)
-RINGS = (SINGLE, DOUBLE, HEAD_SINGLE, HEAD_FIRST, CONTEXT_FIRST)
+SINGLE_QUERIES = RingContender("1 x 8, single ring, queries", 1, 8, None, moves="queries")
+DOUBLE_QUERIES = RingContender("1 x 8, windows of 4, queries", 1, 8, 4, moves="queries")
+RINGS = (
+    SINGLE,
+    DOUBLE,
+    HEAD_SINGLE,
+    HEAD_FIRST,
+    CONTEXT_FIRST,
+    SINGLE_QUERIES,
+    DOUBLE_QUERIES,
+)
 
 
 def block_bytes(ring: int, element: int = 4) -> int:
@@ -82,6 +95,7 @@ def operator_of(contender: RingContender, buffers: BufferPool) -> TwoDAttention:
         schedule=schedule,
         lane_groups=lanes,
         buffers=buffers,
+        backward_ring=contender.moves,
         check_agreement=False,
     )
 
@@ -153,7 +167,8 @@ def predicted(
 
     ``T = n max(w max(T_comp, inner), outer)``, links inside a node free. Backward carries K and V
     as forward does, and the gradients of each block behind it, on the same link between nodes: at
-    the end of every window once, and home at the end of all.
+    the end of every window once, and home at the end of all. Or Q, dO and two numbers per row, and
+    dQ behind them.
 
     Args:
         contender: what is predicted.
@@ -174,9 +189,13 @@ def predicted(
     if not backward:
         last = window * step  # nothing leaves in the last window
         return (windows - 1) * max(window * step, hop) + last
-    # K and V leave at a window's first step, its gradients after the last one.
-    through = max(window * step, hop) if window > 1 else max(step, 2 * hop)
-    return (windows - 1) * through + window * step + hop
+    home = hop
+    if contender.moves == "queries":
+        hop += 2 * (TOKENS // ring) * HEADS * 4 / bandwidth
+        home /= 2
+    # Blocks leave at a window's first step, their gradients after the last one.
+    through = max(window * step, hop) if window > 1 else max(step, hop + home)
+    return (windows - 1) * through + window * step + home
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ RANKS, NODES = 8, [[0, 1, 2, 3], [4, 5, 6, 7]]
 RING_COMMUNICATION = 1.8
 # Of a bf16 result's error against fp64 rings of 64 and of 1.
 RINGS = (1, 2, 4, 8, 16, 32, 64)
+# Of packed rows.
+PACKED_TOKENS = (16384, 32768)
 Row = dict[str, Any]
 Run = Callable[..., list[Any]]
 
@@ -108,7 +110,7 @@ def packed_rows(run: Run) -> list[Row]:
     """Useful FLOP/s of packed rows and of dense ones."""
     import packed_rows as packed
 
-    return packed.rows(run)
+    return [packed.packed_over_dense(run, tokens=tokens) for tokens in PACKED_TOKENS]
 
 
 def rounding_rows(_run: Run) -> list[Row]:
@@ -133,6 +135,13 @@ def figures_of(rows: list[Row]) -> Row:
         head, context = rings[parts.HEAD_FIRST.name], rings[parts.CONTEXT_FIRST.name]
         figures["single_ring_over_head_first_double"] = single["seconds"] / head["seconds"]
         figures["single_ring_over_context_first"] = single["seconds"] / context["seconds"]
+        for name, keys, queries in (
+            ("single", parts.SINGLE, parts.SINGLE_QUERIES),
+            ("double", parts.DOUBLE, parts.DOUBLE_QUERIES),
+        ):
+            figures[f"keys_over_queries_backward_{name}_ring"] = (
+                rings[keys.name]["backward"] / rings[queries.name]["backward"]
+            )
     memory = [row for row in rows if row.get("kind") == "memory"]
     for way in ("forward", "backward"):
         held = {(row["ring"], row["window"]): row[way] for row in memory}
@@ -147,8 +156,9 @@ def figures_of(rows: list[Row]) -> Row:
         figures["attention_forwards_per_layer_and_micro_batch"] = kept["attention_forwards"]
         figures["kept_bytes_over_formula"] = kept["kept_bytes"] / parts.kept_formula()
     for row in rows:
-        if row.get("kind") == "packed" and "figure" in row:
-            figures["packed_over_dense_rate"] = row["figure"]
+        if row.get("kind") == "packed":
+            thousands = row["tokens"] // 1024
+            figures[f"packed_over_dense_rate_{thousands}k"] = row["packed_over_dense_rate"]
     rounding = {row["ring"]: row for row in rows if row.get("kind") == "rounding"}
     if rounding:
         figures["error_ring64_over_ring1"] = max(
@@ -202,8 +212,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    before = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
-    rows: list[Row] = []
+    known = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
+    by_part = {name: [row for row in known if row["part"] == name] for name in PARTS}
     with RankPool(preload=PRELOAD) as pool:
 
         def run(
@@ -213,14 +223,11 @@ def main() -> None:
                 function, world_size=ranks, args=args, backend=backend, timeout_seconds=1800
             )
 
-        for name, measure in PARTS.items():
-            if name in options.only:
-                rows += [{"part": name} | row for row in measure(run)]
-            else:
-                rows += [row for row in before if row["part"] == name]
-    figures = figures_of(rows)
-    print_table(rows, figures)
-    write_results(options.output, figures, rows)
+        for name in options.only:
+            by_part[name] = [{"part": name} | row for row in PARTS[name](run)]
+            rows = [row for part in by_part.values() for row in part]
+            write_results(options.output, figures_of(rows), rows)
+    print_table(rows, figures_of(rows))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -74,17 +75,20 @@ def seconds(tokens: int, boundaries: list[int], rounds: int) -> dict[str, list[l
 
 
 def packed_over_dense(
-    pool: RankPool, *, tokens: int = 16384, ranks: int = 4, rounds: int = 5, seed: int = 0
+    run: Callable[..., list[Any]],
+    *,
+    tokens: int = 16384,
+    ranks: int = 4,
+    rounds: int = 5,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """The row of this comparison: documents, times, and ``packed_over_dense_rate``."""
+    """The row of this comparison: documents, times, and ``packed_over_dense_rate``.
+
+    Args:
+        run: ``run(function, ranks, *args, backend=..)`` returns the results of the ranks.
+    """
     boundaries = documents(tokens, seed)
-    per_rank = pool.run(
-        seconds,
-        world_size=ranks,
-        args=(tokens, boundaries, rounds),
-        backend="gloo",
-        timeout_seconds=3600,
-    )
+    per_rank = run(seconds, ranks, tokens, boundaries, rounds, backend="gloo")
     times = per_rank[0]
     useful = {"packed": pairs_of(boundaries), "dense": pairs_of([0, tokens])}
     rates, over_processors = (
@@ -127,7 +131,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with RankPool() as pool:
-        row = packed_over_dense(pool, **vars(options))
+
+        def run(function: Callable[..., Any], ranks: int, *args: Any, backend: str) -> list[Any]:
+            return pool.run(
+                function, world_size=ranks, args=args, backend=backend, timeout_seconds=3600
+            )
+
+        row = packed_over_dense(run, **vars(options))
     for name, value in row.items():
         print(f"{name:40} {value}")
 

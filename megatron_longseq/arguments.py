@@ -21,6 +21,7 @@ from .lasp.requirements import (
     MEGATRON_SIZES,
     MODEL_OPTIONS,
     RUN_OPTIONS,
+    check_hybrid_pattern,
     check_length,
     check_linear,
     check_positions,
@@ -33,6 +34,7 @@ from .memory.requirements import OPTIONS as KEEP_OPTIONS
 from .memory.requirements import check_keep_attention
 from .metp.requirements import check_metp, check_sequence
 from .placement import Grid, permute_rank
+from .sequence_padding import SAMPLE_LENGTH, pad_arguments, pad_option, sample_length
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -40,6 +42,8 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 # Options that only 2D attention reads.
 TWO_D_OPTIONS = (
     "longseq_ring_window_size",
+    "longseq_backward_ring",
+    "longseq_ring_gradient_dtype",
     "longseq_placement",
     "longseq_network_cards_per_node",
 )
@@ -61,6 +65,8 @@ def extra_arguments(then: Provider | None = None, *, argv: Sequence[str] | None 
             parser = then(parser)
         add_arguments(parser)
         args = check_command_line(parser, sys.argv[1:] if argv is None else argv)
+        if args.longseq_pad_sequence:
+            pad_option(parser, args.seq_length)
         parser.set_defaults(**derived_arguments(args))
         if args.longseq_placement == "context-first":
             split = _factorisation(args)
@@ -93,12 +99,17 @@ def check_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> 
     args = parser.parse_args(argv)
     given = given_arguments(parser, argv)
     _apply_zero_preset(args, given)
+    if args.longseq_pad_sequence:
+        pad_arguments(args)
+    if args.hybrid_layer_pattern is not None:  # as Megatron will
+        args.num_layers = len(args.hybrid_layer_pattern.split("/")[0].replace("|", ""))
     check_options({field.name: getattr(args, field.name) for field in options()})
     _check_refusals(args, given)
     if cpu_platform.is_installed():
         _check_cpu(parser, args, given)
     check_layout(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     _check_metp(args, given)
+    check_hybrid_pattern(args)
     _check_linear(args, given)
     _check_two_d_attention(args, given)
     if not args.longseq_keep_attention_output:
@@ -127,6 +138,7 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     derived: dict[str, Any] = zero_presets.preset_arguments(
         args, over_gloo=cpu_platform.is_installed()
     )
+    derived[SAMPLE_LENGTH] = sample_length(args)
     if cpu_platform.is_installed() and (args.use_megatron_fsdp or args.use_torch_fsdp2):
         # Megatron wants more than one connection of a GPU then, and counts those of a CPU.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

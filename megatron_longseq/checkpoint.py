@@ -43,6 +43,7 @@ SHAPING = (
     "mtp_num_layers",
     "padded_vocab_size",
     "linear_attention_freq",
+    "hybrid_layer_pattern",
     "linear_conv_kernel_dim",
     *MODEL_OPTIONS,
     *SIZES,

@@ -95,6 +95,8 @@ def model_config(
     from megatron.training import argument_utils
     from megatron.training.models.gpt import GPTModelConfig
 
+    from .config import with_options
+    from .hybrid_stack import LongSeqHybridModelConfig
     from .model_builder import LongSeqGPTModelConfig
 
     if model_config_class not in (None, GPTModelConfig):
@@ -105,29 +107,41 @@ def model_config(
         )
     if config is None:
         config = argument_utils.core_transformer_config_from_args(args, config_class)
+        if args.multi_latent_attention and not isinstance(config, config_class):
+            config = with_options(config, args)
     elif not isinstance(config, config_class):
         raise UserError(
             f"gpt_config_from_args is called with a {type(config).__name__}, which has no "
             f"--longseq-.. options; make it a {config_class.__name__}, or pass none"
         )
+    if args.hybrid_layer_pattern is not None and build is None:
+        model = argument_utils.hybrid_config_from_args(
+            args, config=config, model_config_cls=LongSeqHybridModelConfig
+        )
+        _check_own_layers(args, config, model.hybrid_stack_spec is None)
+        return model
     model = (build or argument_utils.gpt_config_from_args)(
         args, config=config, model_config_cls=LongSeqGPTModelConfig
     )
     if model.transformer_layer_spec is None:
         model.transformer_layer_spec = layer_spec
-    elif model.transformer_layer_spec is not layer_spec:
-        stock = {
-            "context-parallel": (config.longseq_context_parallel, "megatron"),
-            "tensor-parallel": (config.longseq_tensor_parallel, "megatron"),
-            "linear-attention": (config.longseq_linear_attention, "none"),
-        }
-        asked = [f"--longseq-{k} {value}" for k, (value, none) in stock.items() if value != none]
-        if asked:
-            raise UserError(
-                f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
-                f"{' and '.join(asked)} would have no effect; leave one of the two out"
-            )
+    _check_own_layers(args, config, model.transformer_layer_spec is layer_spec)
     return model
+
+
+def _check_own_layers(args: Any, config: Any, own: bool) -> None:
+    """Refuses methods of this package where a spec of the user's leaves them no layer."""
+    stock = {
+        "context-parallel": (config.longseq_context_parallel, "megatron"),
+        "tensor-parallel": (config.longseq_tensor_parallel, "megatron"),
+        "linear-attention": (config.longseq_linear_attention, "none"),
+    }
+    asked = [f"--longseq-{k} {value}" for k, (value, none) in stock.items() if value != none]
+    if asked and not own:
+        raise UserError(
+            f"--spec {' '.join(args.spec)}: its layers are not this package's, so that "
+            f"{' and '.join(asked)} would have no effect; leave one of the two out"
+        )
 
 
 def pretrain(args: Any, config: Any, datasets: Callable, forward_step: Callable) -> None:
@@ -148,6 +162,13 @@ def stock_layer_spec(config: Any, vp_stage: int | None) -> Any:
     from megatron.training.models.gpt import default_layer_spec
 
     return default_layer_spec(config, vp_stage)
+
+
+def stock_hybrid_stack_spec() -> Any:
+    """The spec of Megatron's own hybrid stack, of Transformer Engine's modules."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    return hybrid_stack_spec
 
 
 def stock_final_norm(config: Any) -> Any:

@@ -9,13 +9,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from .attention_2d.factorisation import Factorisation, factorise
 from .attention_2d.windows import RingWindows, choose_windows
 from .errors import UserError, check_at_least_one
 from .lasp import presets
-from .lasp.requirements import MEGATRON_SIZES, check_linear
+from .lasp.requirements import MEGATRON_SIZES, check_hybrid_pattern, check_linear
 from .memory import zero_presets
 from .memory.requirements import OPTIONS as KEEP_OPTIONS
 from .memory.requirements import check_keep_attention
@@ -47,6 +47,12 @@ class LongSeqTransformerConfig(TransformerConfig):
         metavar="DIR",
     )
 
+    longseq_pad_sequence: bool = _option(
+        False,
+        "Train on a --seq-length that the ranks do not divide: batches are filled up with masked "
+        "tokens to the next one that they do, and the loss is divided by the real ones.",
+        action="store_true",
+    )
     longseq_context_parallel: str = _option(
         "megatron",
         "What splits the sequence over --context-parallel-size ranks: Megatron's own attention, or "
@@ -68,6 +74,19 @@ class LongSeqTransformerConfig(TransformerConfig):
         "said at start-up.",
         type=int,
         metavar="N",
+    )
+    longseq_backward_ring: str = _option(
+        "auto",
+        "What goes round the ring of 2D attention in the backward: keys and values, with their "
+        "gradients behind them; queries, with the gradients of output and query; or the one of "
+        "fewer bytes. Rows under a window or of packed documents that travel alone are keys.",
+        choices=("auto", "keys", "queries"),
+    )
+    longseq_ring_gradient_dtype: str = _option(
+        "fp32",
+        "In which gradients add up and travel in the ring of 2D attention: fp32, or the dtype of "
+        "the input, which in 16 bits halves their bytes and rounds once per hop.",
+        choices=("fp32", "input"),
     )
     longseq_placement: str = _option(
         "head-first",
@@ -207,6 +226,8 @@ class LongSeqTransformerConfig(TransformerConfig):
     linear_value_head_dim: int | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
+    # Megatron keeps the pattern of a hybrid model beside its config; checks need it here.
+    hybrid_layer_pattern: str | None = None
     longseq_comm_timeout_seconds: float = _option(
         1800.0,
         "Limit of every wait in this package's communication. Over gloo the run then stops with "
@@ -225,6 +246,28 @@ class LongSeqTransformerConfig(TransformerConfig):
         check_methods(self)
 
 
+@dataclass
+class LongSeqMLATransformerConfig(LongSeqTransformerConfig, MLATransformerConfig):
+    """The same for models of multi-latent attention, which have a config class of their own."""
+
+
+def with_options(config: TransformerConfig, args: Any) -> LongSeqTransformerConfig:
+    """A config with this package's options, from one that Megatron has made without.
+
+    For multi-latent attention Megatron takes its own class, whatever class it is asked for.
+
+    Args:
+        config: Megatron's.
+        args: the arguments it was made from.
+
+    Raises:
+        UserError: the options do not fit it.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    ours = {field.name: getattr(args, field.name) for field in options()}
+    return LongSeqMLATransformerConfig(**(values | ours))
+
+
 def check_methods(config: TransformerConfig) -> None:
     """Checks what the methods that a config asks for need of it.
 
@@ -234,6 +277,7 @@ def check_methods(config: TransformerConfig) -> None:
     if config.longseq_tensor_parallel == "metp":
         check_metp(config)
     check_linear(config)
+    check_hybrid_pattern(config)
     check_two_d_attention(config)
     check_keep_attention(config)
 
@@ -250,7 +294,6 @@ def check_two_d_attention(config: TransformerConfig) -> None:
     if config.longseq_tensor_parallel != "metp":
         ring_windows(config, split)
     for name, allowed in (
-        ("multi_latent_attention", False),
         ("attention_dropout", 0.0),
         ("experimental_attention_variant", None),
         ("qk_clip", False),
@@ -263,6 +306,13 @@ def check_two_d_attention(config: TransformerConfig) -> None:
                 f"it works with {allowed}"
             )
 
+    tensor = config.tensor_model_parallel_size
+    if config.multi_latent_attention and config.transformer_impl == "local" and tensor > 1:
+        raise UserError(
+            f"--tensor-model-parallel-size {tensor}: with --multi-latent-attention Megatron's "
+            "local layers do not add up, over these ranks, the gradient of the key that all heads "
+            "share; use 1, or Transformer Engine's layers"
+        )
     check_window(getattr(config, "window_size", None))
 
 

@@ -44,6 +44,8 @@ _TOO_LATE = {
     "longseq_zero_instances": "the trainer has read its own flags; give it Megatron's",
     "longseq_placement": "ranks have been numbered; use the two lines of megatron_longseq.hook, or "
     "-m megatron_longseq.pretrain_gpt",
+    "longseq_pad_sequence": "the trainer makes its batches itself; use "
+    "-m megatron_longseq.pretrain_gpt",
     "longseq_measure": "the trainer's steps are its own and are not recorded; use "
     "-m megatron_longseq.pretrain_gpt",
 }

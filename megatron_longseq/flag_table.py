@@ -112,15 +112,6 @@ RULES: tuple[FlagRule, ...] = (
         refuses=_always,
     ),
     FlagRule(
-        "--multi-latent-attention",
-        "multi_latent_attention",
-        "refused",
-        "always",
-        "Megatron then uses a config class of its own, without this package's options; "
-        "use grouped-query attention: --group-query-attention --num-query-groups N",
-        refuses=_always,
-    ),
-    FlagRule(
         "--heterogeneous-layers-config-path",
         "heterogeneous_layers_config_path",
         "refused",

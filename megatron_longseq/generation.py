@@ -233,6 +233,11 @@ def check_model(saved: Any) -> None:
             "with it: longseq generate is for --longseq-linear-attention; use Megatron's own "
             "inference for this one"
         )
+    if getattr(saved, "hybrid_layer_pattern", None) is not None:
+        raise UserError(
+            f"the checkpoint has --hybrid-layer-pattern {saved.hybrid_layer_pattern}: "
+            "longseq generate is for --linear-attention-freq; use Megatron's own inference"
+        )
     if not all(linear_layers(saved)):
         raise UserError(
             f"the checkpoint's model has layers of softmax attention (--linear-attention-freq "

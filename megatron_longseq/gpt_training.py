@@ -29,6 +29,7 @@ from .data.corpus import TrainingTokenizer, check_data_path
 from .errors import NodeError, UserError
 from .measurement.step_records import StepRecorder
 from .packed_rows import PackedRows
+from .sequence_padding import SAMPLE_LENGTH, pad_batch, pad_documents, sample_length, weight_of_rank
 from .token_layout import contiguous_tokens
 
 # What Megatron's batch functions read, whether or not this job has it.
@@ -51,7 +52,7 @@ DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 # Fields of Megatron's data set config that bear another name among its arguments.
 _DATASET_ARGUMENTS = {
     "random_seed": "seed",
-    "sequence_length": "seq_length",
+    "sequence_length": SAMPLE_LENGTH,
     "path_to_cache": "data_cache_path",
     "create_attention_mask": "create_attention_mask_in_dataloader",
     "fast_cache_load": "dataloader_fast_cache_load",
@@ -81,7 +82,7 @@ def check_data(args: Any) -> None:
             check_data_path(
                 args.data_path,
                 tokenizer=tokenizer,
-                seq_length=args.seq_length,
+                seq_length=sample_length(args),
                 split=args.split,
                 samples=samples,
             )
@@ -91,7 +92,7 @@ def check_data(args: Any) -> None:
                 check_data_path(
                     entries,
                     tokenizer=tokenizer,
-                    seq_length=args.seq_length,
+                    seq_length=sample_length(args),
                     samples=[count, None, None],
                     flag=f"--{split}-data-path",
                 )
@@ -131,7 +132,7 @@ def _cut_for_ranks(args: Any, batch: dict[str, Any], length: int) -> dict[str, A
 def _one_document(args: Any) -> dict[str, Tensor]:
     """``cu_seqlens`` and ``max_seqlen`` of rows that are one document each."""
     device, rows = torch.cuda.current_device(), args.micro_batch_size
-    ends = torch.tensor([0, args.seq_length], dtype=torch.int32, device=device)
+    ends = torch.tensor([0, sample_length(args)], dtype=torch.int32, device=device)
     return {"cu_seqlens": ends.repeat(rows, 1), "max_seqlen": ends[1:].repeat(rows)}
 
 
@@ -206,7 +207,11 @@ class GPTTraining(AbstractContextManager):
             self.recorder.add_loss(
                 total, count, counts_once=mpu.get_tensor_model_parallel_rank() == 0
             )
-        return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+        report = {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+        if self.args.longseq_pad_sequence and not self.args.calculate_per_token_loss:
+            weight = weight_of_rank(count, mpu.get_context_parallel_group())
+            total = total * weight.to(total.dtype)
+        return total, count, report
 
     def _batch(
         self, data_iterator: Iterator, vp_stage: int | None
@@ -237,7 +242,7 @@ class GPTTraining(AbstractContextManager):
             cp_size=args.context_parallel_size,
             tp_rank=tp_rank,
             micro_batch_size=args.micro_batch_size,
-            seq_length=args.seq_length,
+            seq_length=sample_length(args),
             mtp_on_this_rank=self._predicts_further_tokens(vp_stage),
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
@@ -245,9 +250,10 @@ class GPTTraining(AbstractContextManager):
         )
         documents = None
         if self._masks_documents:
-            documents = PackedRows.of(batch["cu_seqlens"], args.seq_length)
+            boundaries = pad_documents(args, batch["cu_seqlens"])
+            documents = PackedRows.of(boundaries, args.seq_length)
             batch |= dict.fromkeys(DOCUMENT_KEYS)
-        return tokens_of_this_rank(args, batch), documents
+        return tokens_of_this_rank(args, pad_batch(args, batch)), documents
 
     @property
     def _masks_documents(self) -> bool:

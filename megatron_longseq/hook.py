@@ -100,7 +100,7 @@ def _parse_and_validate(
     parse: Callable, extra_args_provider: Callable | None = None, **options: Any
 ) -> Any:
     """The script's ``parse_and_validate_args``, with this package's flags and checks."""
-    from . import checkpoint
+    from . import checkpoint, sequence_padding
     from .arguments import extra_arguments
     from .lasp.requirements import check_own_batches
 
@@ -117,6 +117,7 @@ def _parse_and_validate(
             f"{checkout.FLAG} DIR"
         )
     check_own_batches(result, "this script")
+    sequence_padding.check_own_batches(result, "this script")
     checkpoint.check_checkpoint(result)
     return result
 

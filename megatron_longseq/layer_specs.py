@@ -14,6 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -243,6 +244,8 @@ def two_d_core_attention(model_config: Any) -> TwoDCoreAttentionBuilder:
             ),
             kernel=config.longseq_attention_kernel,
             timeout_seconds=config.longseq_comm_timeout_seconds,
+            backward_ring=config.longseq_backward_ring,
+            gradient_dtype=config.longseq_ring_gradient_dtype,
         )
         # Kept with the model's config: interleaved pipelines and multi-token prediction ask again.
         vars(model_config)[_SHARED] = builder
@@ -338,7 +341,8 @@ def replace_core_attention(spec: Any, builder: Any) -> int:
         return 0
     names = {field.name for field in dataclasses.fields(spec)}
     if "core_attention" in names:
-        spec.core_attention = builder  # type: ignore[attr-defined]
+        latent = isinstance(spec, MLASelfAttentionSubmodules)  # built as a spec, not called
+        spec.core_attention = builder.as_spec() if latent else builder  # type: ignore[attr-defined]
         return 1
     return sum(replace_core_attention(getattr(spec, name), builder) for name in names)
 

@@ -73,7 +73,8 @@ def check_layout(args: Any, world_size: int) -> None:
         step = 2 * context
         raise UserError(
             f"--seq-length {args.seq_length}: must be a multiple of 2 x --context-parallel-size "
-            f"= {step}; nearest: {_multiples_around(args.seq_length, step)}"
+            f"= {step}; nearest: {_multiples_around(args.seq_length, step)}; "
+            "or fill batches up with --longseq-pad-sequence"
         )
     if args.lr_warmup_iters and args.train_iters:
         decay = args.lr_decay_iters or args.train_iters
@@ -94,7 +95,8 @@ def check_layout(args: Any, world_size: int) -> None:
 
 def _check_pipeline(args: Any, pipeline: int) -> None:
     uneven = (
-        args.pipeline_model_parallel_layout is not None
+        args.hybrid_layer_pattern is not None
+        or args.pipeline_model_parallel_layout is not None
         or args.decoder_first_pipeline_num_layers is not None
         or args.decoder_last_pipeline_num_layers is not None
         or args.account_for_embedding_in_pipeline_split

@@ -59,9 +59,9 @@ def report_lines(models: list[torch.nn.Module], groups: list[str]) -> list[str]:
     lines += [f"  {line}" for line in describe_factorisation(config)]
     lines.append("  " + describe_shapes(args, config))
     if args.log_throughput and config.longseq_linear_attention != "none":
-        factor = throughput_factor(args, compat.flops_of_sequence(args))
+        factor = throughput_factor(args, compat.flops_of_sequence)
         lines.append(
-            "  --log-throughput counts linear layers as softmax attention: its TFLOP/s times "
+            "  --log-throughput counts linear layers as Megatron's: its TFLOP/s times "
             f"{factor:.4g} are this model's"
         )
     return lines

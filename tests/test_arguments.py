@@ -68,7 +68,6 @@ REFUSED = {
     ),
     "attention backend": (1, "--attention-backend flash", ["--attention-backend flash"]),
     "yaml": (1, "--yaml-cfg x.yaml", ["--yaml-cfg x.yaml", "longseq train --config"]),
-    "latent attention": (1, "--multi-latent-attention", ["--multi-latent-attention", "options"]),
     "packed data": (1, "--sft", ["--sft", "refused"]),
     "nccl on a cpu": (
         1,

@@ -42,6 +42,8 @@ def edited_spec_with_stubbed_transformer_engine(method):
             longseq_head_parallel_size=None,
             longseq_placement="head-first",
             longseq_ring_window_size=None,
+            longseq_backward_ring="auto",
+            longseq_ring_gradient_dtype="fp32",
             longseq_network_cards_per_node=None,
             longseq_linear_attention="gdn" if method == "linear" else "none",
             longseq_attention_kernel="auto",

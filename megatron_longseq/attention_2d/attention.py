@@ -3,13 +3,14 @@
     forward     q, k, v   tokens -> heads, all-to-all in the head group
                 out       ring of k, v among the head groups, merged by log-sum-exp
                           heads -> tokens
-    backward    the same way: dO to heads; k, v round the ring again, dK, dV one hop behind;
-                dQ, dK, dV to tokens
+    backward    the same way: dO to heads; k, v round the ring again, dK, dV one hop behind, or
+                q, dO and dQ where that is less; dQ, dK, dV to tokens
 
 A head group of one rank makes it ring attention, a ring of one rank Ulysses. Tokens are in
 Megatron's zigzag order over all ranks (:mod:`..token_layout`), which the exchange turns into the
-ring's zigzag for any factorisation. Fewer key/value heads than head-parallel ranks: each counts
-``lcm(g, hp) / g`` times, and no query head is parted from its own.
+ring's zigzag for any factorisation. The query heads of a head group are shared out, by one more or
+less where they do not divide; a rank gets the key/value heads that its query heads look at, once
+each: several ranks may work with the same one (:mod:`..softmax.shared_heads`).
 
 Windows and packed documents are plans of rectangles (:mod:`..softmax.mask_plan`); where they leave
 little of other blocks to be seen, those rows travel alone (:mod:`..communication.row_exchange`). A
@@ -21,8 +22,7 @@ sent: :mod:`.traffic`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..communication.agreement import GridAgreement
-from ..communication.all_to_all import HeadExchange
+from ..communication.all_to_all import HeadExchange, Shares, even_shares, serving_shares
 from ..communication.buffers import BufferPool
 from ..communication.groups import GroupPlace
-from ..communication.ring import Ring
+from ..communication.ring import GradientDtype, Ring
 from ..communication.schedule import DoubleRing, Schedule
 from ..communication.transport import DEFAULT_TIMEOUT_SECONDS, Staging
 from ..errors import UserError, divisors, nearest_values
 from ..memory.keep_attention import keep_rows_or_compute
 from ..softmax.block_kernels import BlockKernel, choose_kernel
 from ..softmax.mask_plan import Mask, MaskPlan
-from ..softmax.ring_attention import ring_attention_backward, ring_attention_forward
+from ..softmax.ring_attention import (
+    BackwardRing,
+    ring_attention_backward,
+    ring_attention_forward,
+)
+from ..softmax.shared_heads import StretchedKernel, stretches
 from ..softmax.sink import sink_gradient
 from ..token_layout import ZigzagGrid
 from .inputs import check_inputs, check_sink, describe_inputs, describe_mask
@@ -70,7 +75,10 @@ class TwoDAttention:
         buffers: a pool to share with other operators; an own one if not given.
         timeout_seconds: limit of every wait. NCCL waits on the GPU, not on the host: there the
             limit given to the process group when it was made applies.
-        gradient_dtype: in which dK and dV add up and travel; fp32 (fp64 for fp64) if not given.
+        gradient_dtype: in which gradients add up and travel in the ring; fp32 (fp64 for fp64) if
+            not given, ``"input"`` for the dtype of the inputs, which rounds once per hop.
+        backward_ring: what goes round in the backward: ``"keys"``, with dK and dV behind them,
+            ``"queries"``, with dO and dQ, or ``"auto"``, the one of fewer bytes.
         staging: CUDA tensors over gloo groups go through pinned host memory (``"auto"``).
         check_agreement: compare shapes and options across the ranks at every call. Turn it off only
             where something else guarantees that they agree.
@@ -89,12 +97,18 @@ class TwoDAttention:
         lane_groups: Mapping[str, dist.ProcessGroup] | None = None,
         buffers: BufferPool | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        gradient_dtype: torch.dtype | None = None,
+        gradient_dtype: GradientDtype = None,
+        backward_ring: BackwardRing = "auto",
         staging: Staging = "auto",
         check_agreement: bool = True,
     ) -> None:
         if not timeout_seconds > 0:
             raise UserError(f"timeout_seconds={timeout_seconds} must be a positive number")
+        if backward_ring not in get_args(BackwardRing):
+            raise UserError(
+                f"backward_ring={backward_ring!r}: must be one of "
+                f"{', '.join(get_args(BackwardRing))}"
+            )
         self.buffers = buffers or BufferPool()
         self.heads = HeadExchange(
             head_group, self.buffers, timeout_seconds=timeout_seconds, staging=staging
@@ -111,6 +125,7 @@ class TwoDAttention:
             gradient_dtype=gradient_dtype,
             staging=staging,
         )
+        self.backward_ring: BackwardRing = backward_ring
         self._schedule = schedule
         self._agreement = GridAgreement(self.heads.place, self.ring.place, timeout_seconds)
         self._check_agreement = check_agreement
@@ -156,12 +171,16 @@ class TwoDAttention:
             mask = error
         chosen = self._prepare(query, key, value, mask, sink, softmax_scale, kernel)
         assert isinstance(mask, Mask)
+        heads, kv_heads = query.shape[2], key.shape[2]
+        query_shares = even_shares(heads, self.heads.size)
+        parts = stretches(query_shares[self.heads.place.position], heads, kv_heads)
         how = _How(
             operator=self,
-            kernel=chosen,
+            kernel=chosen if len(parts) == 1 else StretchedKernel(chosen, parts),
             plan=self._plan(mask, tokens * self.heads.size),
             scale=query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
-            copies=self.copies(key),
+            query_shares=query_shares,
+            key_shares=serving_shares(query_shares, heads, kv_heads),
         )
         return _TwoDAttentionFunction.apply(query, key, value, sink, how)
 
@@ -173,10 +192,6 @@ class TwoDAttention:
                 del self._plans[next(iter(self._plans))]
             self._plans[known] = MaskPlan(mask, self.ring.size, rows)
         return self._plans[known]
-
-    def copies(self, key: Tensor) -> int:
-        """How often each head of ``key`` counts, so that every rank of a head group gets some."""
-        return lcm(key.shape[2], self.heads.size) // key.shape[2]
 
     def _prepare(
         self,
@@ -207,6 +222,8 @@ class TwoDAttention:
                     "softmax_scale": softmax_scale,
                     "kernel": chosen.name if chosen else kernel,
                     "schedule": self._schedule or "single ring",
+                    "backward_ring": self.backward_ring,
+                    "gradient_dtype": self.ring.gradient_dtype,
                     "problem": problem or "none",
                 }
             )
@@ -246,7 +263,8 @@ def two_d_attention(
             bf16 or fp16.
         key: ``[n, b, g, d]``; g divides a.
         value: ``[n, b, g, dv]``; dv may differ from d.
-        head_group: this rank's head group; its size hp divides a. ``None`` for one rank.
+        head_group: this rank's head group, of at most a ranks; where its size hp does not divide a,
+            some ranks work on one head more than others. ``None`` for one rank.
         ring_group: this rank's ring. ``None`` for one rank.
         causal: a token sees itself and what comes before it; otherwise the whole sequence.
         window: sliding window: of what comes before it, a token sees the last ``window`` tokens
@@ -319,34 +337,42 @@ class _How:
     """What one call computes by; the same in its backward.
 
     Attributes:
-        copies: how often each key/value head counts.
+        query_shares, key_shares: the heads of each rank of the head group.
     """
 
     operator: TwoDAttention
     kernel: BlockKernel
     plan: MaskPlan
     scale: float
-    copies: int
+    query_shares: Shares
+    key_shares: Shares
 
-    def to_heads(self, *tensors: Tensor, copies: tuple[int, ...] | None = None) -> list[Tensor]:
-        """Exchanges heads for tokens; documents that are zigzags by themselves stay in turn."""
-        exchanged = self.operator.heads.to_heads(*tensors, copies=copies)
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """Exchanges heads for tokens; documents that are zigzags by themselves stay in turn.
+
+        Args:
+            tensors: of query heads; the second and the third, if there are such, of key heads.
+        """
+        exchanged = self.operator.heads.to_heads(*tensors, shares=self._shares(tensors))
         order = self._order(exchanged[0].device)
         return [t if order is None else t.index_select(0, order) for t in exchanged]
 
-    def to_tokens(self, *tensors: Tensor, copies: tuple[int, ...] | None = None) -> list[Tensor]:
-        """The way back of :meth:`to_heads`; gradients of copies add up."""
+    def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
+        """The way back of :meth:`to_heads`; gradients of heads that several ranks used add up."""
         order = self._order(tensors[0].device)
         if order is not None:
             back = order.argsort()
             tensors = tuple(tensor.index_select(0, back) for tensor in tensors)
-        return list(self.operator.heads.to_tokens(*tensors, copies=copies))
+        return list(self.operator.heads.to_tokens(*tensors, shares=self._shares(tensors)))
 
-    def heads_here(self, sink: Tensor) -> slice:
-        """Of the sink's heads, those that this rank has after the exchange."""
-        place, size = self.operator.heads.place.position, self.operator.heads.size
-        count = len(sink) // size
-        return slice(place * count, (place + 1) * count)
+    def _shares(self, tensors: tuple[Tensor, ...]) -> list[Shares]:
+        return [self.query_shares, *[self.key_shares] * (len(tensors) - 1)]
+
+    @property
+    def heads_here(self) -> slice:
+        """The query heads that this rank has after the exchange."""
+        share = self.query_shares[self.operator.heads.place.position]
+        return slice(share.start, share.stop)
 
     def _order(self, device: torch.device) -> Tensor | None:
         documents = self.plan.mask.documents
@@ -362,8 +388,8 @@ class _TwoDAttentionFunction(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, how: _How
     ) -> Tensor:
-        q, k, v = how.to_heads(query, key, value, copies=(1, how.copies, how.copies))
-        own_sink = None if sink is None else sink[how.heads_here(sink)]
+        q, k, v = how.to_heads(query, key, value)
+        own_sink = None if sink is None else sink[how.heads_here]
         out, lse = keep_rows_or_compute(
             lambda rows: ring_attention_forward(
                 q,
@@ -390,7 +416,7 @@ class _TwoDAttentionFunction(torch.autograd.Function):
         (dout,) = how.to_heads(out_gradient)
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
-            here = how.heads_here(sink)
+            here = how.heads_here
             dsink = torch.zeros_like(sink)
             dsink[here] = sink_gradient(dout, out, lse, sink[here]).to(sink.dtype)
         dq, dk, dv = ring_attention_backward(
@@ -404,6 +430,6 @@ class _TwoDAttentionFunction(torch.autograd.Function):
             kernel=how.kernel,
             plan=how.plan,
             scale=how.scale,
+            moves=how.operator.backward_ring,
         )
-        gradients = how.to_tokens(dq, dk, dv, copies=(1, how.copies, how.copies))
-        return *gradients, dsink, None
+        return *how.to_tokens(dq, dk, dv), dsink, None

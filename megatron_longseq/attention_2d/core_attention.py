@@ -5,12 +5,13 @@ the same tokens. Everything between is :class:`..attention_2d.attention.TwoDAtte
 all layers of a model share one, with its buffers.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..packed_rows import PackedRows
 from ..process_groups import ContextParallelGroups
+from ..softmax.ring_attention import BackwardRing
 from ..split_parameters import device_of, per_head
 from .attention import TwoDAttention
 
@@ -37,10 +39,18 @@ class TwoDCoreAttentionBuilder:
         groups: of this rank.
         kernel: ``--longseq-attention-kernel``.
         timeout_seconds: ``--longseq-comm-timeout-seconds``.
+        backward_ring: ``--longseq-backward-ring``.
+        gradient_dtype: ``--longseq-ring-gradient-dtype``.
     """
 
     def __init__(
-        self, groups: ContextParallelGroups, *, kernel: str, timeout_seconds: float
+        self,
+        groups: ContextParallelGroups,
+        *,
+        kernel: str,
+        timeout_seconds: float,
+        backward_ring: BackwardRing = "auto",
+        gradient_dtype: Literal["fp32", "input"] = "fp32",
     ) -> None:
         self.operator = TwoDAttention(
             groups.head,
@@ -49,6 +59,8 @@ class TwoDCoreAttentionBuilder:
             schedule=groups.schedule,
             lane_groups=groups.lanes,
             timeout_seconds=timeout_seconds,
+            backward_ring=backward_ring,
+            gradient_dtype="input" if gradient_dtype == "input" else None,
             # All ranks have read the same flags; comparing shapes at every call of every layer
             # would stop a GPU each time.
             check_agreement=False,
@@ -57,6 +69,11 @@ class TwoDCoreAttentionBuilder:
 
     def __call__(self, **arguments: Any) -> "TwoDCoreAttention":
         return TwoDCoreAttention(operator=self.operator, kernel=self.kernel, **arguments)
+
+    def as_spec(self) -> ModuleSpec:
+        """The same as a spec, for attention of Megatron's that takes no other builder."""
+        params = {"operator": self.operator, "kernel": self.kernel}
+        return ModuleSpec(module=TwoDCoreAttention, params=params)
 
     def __deepcopy__(self, _memo: dict) -> "TwoDCoreAttentionBuilder":
         # Megatron copies specs; process groups and their buffers are one for all copies.

@@ -1,8 +1,8 @@
 """How a context-parallel size is split into head-parallel x ring, and when it can be."""
 
 from dataclasses import dataclass
-from math import lcm
 
+from ..communication.all_to_all import even_shares, serving_shares
 from ..errors import UserError, divisors, nearest_values
 
 HEAD_FLAG = "--longseq-head-parallel-size"
@@ -29,9 +29,10 @@ def factorise(
     """Chooses or checks the head-parallel size.
 
     Without one given, it is the largest divisor of the context-parallel size that divides the
-    query heads and the key/value heads (others replicate the latter, and with them what the ring
-    carries), and keeps head-parallel x tensor-parallel ranks inside a node: the exchange of heads
-    cannot be hidden, the ring can.
+    query heads and the key/value heads (others let several ranks have the same of the latter, so
+    that the rings together carry more), and keeps head-parallel x tensor-parallel ranks inside a
+    node: the exchange of heads cannot be hidden, the ring can. Given, it need divide neither: some
+    ranks then work on one head more than others.
 
     Args:
         context_parallel: ``--context-parallel-size``.
@@ -44,17 +45,17 @@ def factorise(
     Raises:
         UserError: the given size does not fit.
     """
-    fitting = [d for d in divisors(context_parallel) if heads % d == 0]
     if head_parallel is not None:
-        if head_parallel not in fitting:
+        possible = [d for d in divisors(context_parallel) if d <= heads]
+        if head_parallel not in possible:
             raise UserError(
                 f"{HEAD_FLAG} {head_parallel}: must divide --context-parallel-size "
-                f"{context_parallel} and the {heads} query heads of a tensor-parallel rank; "
-                f"nearest: {', '.join(map(str, nearest_values(head_parallel, fitting)))}"
+                f"{context_parallel} and be at most the {heads} query heads of a tensor-parallel "
+                f"rank; nearest: {', '.join(map(str, nearest_values(head_parallel, possible)))}"
             )
-        copies = lcm(kv_heads, head_parallel) // kv_heads
-        note = f"; each key/value head counts {copies} times" if copies > 1 else ""
-        return Factorisation(head_parallel, context_parallel // head_parallel, "as given" + note)
+        reason = "as given" + _notes(heads, kv_heads, head_parallel)
+        return Factorisation(head_parallel, context_parallel // head_parallel, reason)
+    fitting = [d for d in divisors(context_parallel) if heads % d == 0]
     inside = max(1, ranks_per_node // tensor_parallel)
     chosen = max(d for d in fitting if kv_heads % d == 0 and d <= inside)
     larger = [d for d in fitting if d > chosen]
@@ -67,3 +68,16 @@ def factorise(
         )
         reason = f"{larger[0]} would fit too, but {limit}"
     return Factorisation(chosen, context_parallel // chosen, reason)
+
+
+def _notes(heads: int, kv_heads: int, size: int) -> str:
+    """What a head-parallel size costs beyond one that divides all heads."""
+    shares = even_shares(heads, size)
+    most, notes = max(map(len, shares)), ""
+    if most * size > heads:
+        busy = heads / (most * size)
+        notes += f"; {most - 1} or {most} query heads on a rank, so ranks work {busy:.0%} of a step"
+    carried = sum(map(len, serving_shares(shares, heads, kv_heads)))
+    if carried > kv_heads:
+        notes += f"; its rings carry {carried} key/value heads, {kv_heads} of them different"
+    return notes

@@ -105,8 +105,8 @@ def _check_divisions(query: Tensor, key: Tensor, head_parallel: int) -> None:
             f"{groups} key/value heads do not divide {heads} query heads; nearest that do: "
             f"{nearest_values(groups, divisors(heads))}"
         )
-    if heads % head_parallel:
+    if heads < head_parallel:
         raise UserError(
-            f"a head group of {head_parallel} ranks does not divide {heads} query heads; nearest "
-            f"sizes that do: {nearest_values(head_parallel, divisors(heads))}"
+            f"a head group of {head_parallel} ranks for {heads} query heads: each rank needs one; "
+            f"at most {heads}"
         )

@@ -24,6 +24,7 @@ A ring of ``size`` ranks sends each tensor ``size - 1`` times, and its gradient 
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ from .transport import (
     Staging,
 )
 
+# In which gradients add up and travel: a dtype, that of their tensors, or fp32 (fp64 for fp64).
+GradientDtype = torch.dtype | Literal["input"] | None
+
 
 class Ring:
     """Neighbour exchange over a process group.
@@ -56,7 +60,8 @@ class Ring:
             different groups are in flight side by side.
         timeout_seconds: limit of every wait; see :class:`~.transport.Channel`.
         gradient_dtype: in which gradients add up and travel; fp32, or fp64 for fp64 blocks, if not
-            given. A 16-bit type halves the bytes and rounds once per hop.
+            given; ``"input"``: the dtype of the block. A 16-bit type halves the bytes and rounds
+            once per hop.
         staging: see :class:`~.transport.Channel`.
     """
 
@@ -68,7 +73,7 @@ class Ring:
         schedule: Schedule | None = None,
         lane_groups: Mapping[str, dist.ProcessGroup] | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        gradient_dtype: torch.dtype | None = None,
+        gradient_dtype: GradientDtype = None,
         staging: Staging = "auto",
     ) -> None:
         self.place = GroupPlace.of(group)
@@ -108,6 +113,12 @@ class Ring:
         """This rank's place in the ring."""
         return self.place.position
 
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype the gradients of a block of ``dtype`` add up and travel."""
+        if self.gradient_dtype == "input":
+            return dtype
+        return self.gradient_dtype or accumulation_dtype(dtype)
+
     def rank_at(self, position: int) -> int:
         """The global rank at a ring position."""
         return self.place.ranks[position]
@@ -129,14 +140,20 @@ class Ring:
             for _, step, block in visits:
                 yield step.owner, block
 
-    def circulate_with_gradients(self, *tensors: Tensor) -> "Rotation":
+    def circulate_with_gradients(
+        self, *tensors: Tensor, differentiated: int | None = None
+    ) -> "Rotation":
         """Like circulate(), with the gradients of the blocks following one hop behind.
+
+        Args:
+            tensors: this rank's block.
+            differentiated: how many of them have a gradient, the first ones; all if not given.
 
         Returns:
             A rotation: iterate over it, then take its gradients(). Best used in a ``with``
             statement, which returns its buffers whatever happens.
         """
-        return Rotation(self, tensors)
+        return Rotation(self, tensors, differentiated)
 
     def circulate_gradients(self, *tensors: Tensor) -> "Rotation":
         """Like circulate_with_gradients(), but the blocks stay at home: ``size`` gradient hops.
@@ -191,18 +208,21 @@ class Rotation:
     """One tour of a block and its gradient. Several may be alive at a time."""
 
     def __init__(
-        self, ring: Ring, tensors: Sequence[Tensor], *, blocks_travel: bool = True
+        self,
+        ring: Ring,
+        tensors: Sequence[Tensor],
+        differentiated: int | None = None,
+        *,
+        blocks_travel: bool = True,
     ) -> None:
         self._ring = ring
         self._blocks_travel = blocks_travel
         self._tensors = tuple(tensor.detach() for tensor in tensors)
+        self._differentiated = self._tensors[:differentiated]
         self._chain = GradientChain(
             ring.gradient_channel,
             ring.pool,
-            [
-                (tensor.shape, ring.gradient_dtype or accumulation_dtype(tensor.dtype))
-                for tensor in tensors
-            ],
+            [(tensor.shape, ring.sum_dtype(tensor.dtype)) for tensor in self._differentiated],
             tensors[0].device,
         )
         self._complete = False
@@ -246,7 +266,7 @@ class Rotation:
             yield from ((index, step, ()) for index, step in enumerate(self._ring.steps))
 
     def gradients(self, *, accumulated: bool = False) -> tuple[Tensor, ...]:
-        """The finished gradients of this rank's own tensors, in their shapes.
+        """The finished gradients of this rank's own tensors that have one, in their shapes.
 
         Args:
             accumulated: in the dtype they have added up in, instead of the tensors' own.
@@ -261,7 +281,7 @@ class Rotation:
         try:
             home = tuple(
                 total.to(total.dtype if accumulated else tensor.dtype, copy=True)
-                for total, tensor in zip(self._chain.arrived(), self._tensors, strict=True)
+                for total, tensor in zip(self._chain.arrived(), self._differentiated, strict=True)
             )
             self._chain.wait_sent()
             return home

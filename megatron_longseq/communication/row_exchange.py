@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .gradient_chain import EVERYWHERE
-from .ring import Ring, accumulation_dtype
+from .ring import Ring
 from .slots import Slot, release
 from .transport import RING_BLOCKS, Channel, Exchange, Message
 
@@ -160,7 +160,7 @@ class RowRotation:
     def __init__(self, exchange: RowExchange, tensors: Sequence[Tensor]) -> None:
         self._exchange = exchange
         self._tensors = tuple(tensor.detach() for tensor in tensors)
-        self._dtype = exchange.ring.gradient_dtype or accumulation_dtype(tensors[0].dtype)
+        self._dtype = exchange.ring.sum_dtype(tensors[0].dtype)
         self._own: Slot | None = None
         # Parts on their way home, what arrives for this rank's rows, and whose part that is.
         self._moving: tuple[Slot, Slot, Exchange, int] | None = None

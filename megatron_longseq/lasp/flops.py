@@ -4,6 +4,8 @@ Megatron counts every layer it does not know as softmax attention, whose core gr
 of the sequence. Its number is a sum over layers, so the difference can be told.
 """
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from .requirements import heads_of, linear_layers, preset_of
@@ -56,13 +58,19 @@ def linear_layer_flops(args: Any) -> float:
     return _PER_MULTIPLICATION * (hidden * (rows + values) + extra)
 
 
-def throughput_factor(args: Any, counted: float) -> float:
+def throughput_factor(args: Any, count: Callable[[Any], float]) -> float:
     """What Megatron's throughput must be multiplied by for a model with linear layers.
 
     Args:
         args: Megatron's arguments, validated.
-        counted: Megatron's operations of one sequence.
+        count: Megatron's operations of one sequence for such arguments.
     """
-    layers = sum(linear_layers(args))
-    difference = linear_layer_flops(args) - softmax_layer_flops(args)
-    return 1 + args.seq_length * layers * difference / counted
+    layers, counted = sum(linear_layers(args)), count(args)
+    if args.hybrid_layer_pattern is not None:
+        # Megatron counts G layers as its own; its number is a sum over layers.
+        others = copy.copy(args)
+        others.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("G", "")
+        stock = (counted - count(others)) / layers
+    else:
+        stock = args.seq_length * softmax_layer_flops(args)
+    return 1 + layers * (args.seq_length * linear_layer_flops(args) - stock) / counted

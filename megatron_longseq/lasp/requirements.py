@@ -119,6 +119,22 @@ NOT_IN_CHUNKS = (
 )
 
 
+# What a model of Megatron's hybrid pattern does not go with.
+NOT_IN_PATTERNS = (
+    unsupported("linear_attention_freq", "the pattern names the layers; leave it out", None),
+    unsupported(
+        "longseq_sequence_chunks",
+        "the loop over chunks stands in the forward of Megatron's GPT model; use "
+        "--linear-attention-freq, or 1",
+        1,
+    ),
+    unsupported(
+        "longseq_keep_attention_output",
+        "Megatron's hybrid stack recomputes its layers itself; leave it out",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Heads:
     """Heads of the whole model's linear layers, and their widths."""
@@ -154,14 +170,17 @@ def preset_of(config: Any) -> Preset | None:
 
 
 def linear_layers(config: Any) -> list[bool]:
-    """Which of the whole model's layers are linear.
+    """Which of the whole model's layers of attention are linear.
 
     ``--linear-attention-freq``: N, every N-th layer has softmax attention; a list, 1 for a linear
-    layer; none: all are linear.
+    layer; none: all are linear. Of ``--hybrid-layer-pattern``, the layers ``G``.
 
     Raises:
         UserError: the pattern does not fit, or leaves no linear layer.
     """
+    pattern_of_hybrid = getattr(config, "hybrid_layer_pattern", None)
+    if pattern_of_hybrid is not None:
+        return [symbol == "G" for symbol in pattern_of_hybrid if symbol in "G*"]
     frequency, layers = config.linear_attention_freq, config.num_layers
     if frequency is None:
         return [True] * layers
@@ -194,7 +213,7 @@ def check_linear(config: Any) -> None:
         return
     method = f"{FLAG} {preset.name}"
     check_unsupported(config, UNSUPPORTED, method)
-    if config.num_layers is None or config.num_attention_heads is None:
+    if not _names_layers(config):
         return  # Megatron names what is missing
     for name in (*SIZES, "linear_conv_kernel_dim"):
         check_at_least_one("--" + name.replace("_", "-"), getattr(config, name))
@@ -206,6 +225,51 @@ def check_linear(config: Any) -> None:
     if softmax and context > 1:
         _check_softmax_layers(config, context)
     _check_chunks(config, softmax)
+
+
+def _naming(config: Any) -> str:
+    """The flag that says which layers are linear."""
+    pattern = getattr(config, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        return f"--hybrid-layer-pattern {pattern}"
+    return f"--linear-attention-freq {config.linear_attention_freq}"
+
+
+def _names_layers(config: Any) -> bool:
+    """Whether a config, or arguments, say how many layers there are, and of what."""
+    pattern = getattr(config, "hybrid_layer_pattern", None)
+    layers = config.num_layers if pattern is None else pattern
+    return layers is not None and config.num_attention_heads is not None
+
+
+def check_hybrid_pattern(config: Any) -> None:
+    """Checks ``--hybrid-layer-pattern`` for this package's layers.
+
+    Raises:
+        UserError: a layer that cannot be built here, or linear attention without a layer of it.
+    """
+    pattern = getattr(config, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return
+    shown = f"--hybrid-layer-pattern {pattern}"
+    linear = config.longseq_linear_attention != "none"
+    if config.transformer_impl == "local":
+        unknown = sorted(set(pattern) - set("G*-|"))
+        if unknown:
+            raise UserError(
+                f"{shown}: layers {' '.join(unknown)} need Transformer Engine; without it there "
+                "are G (linear attention), * (softmax attention), - (MLP) and | (stages)"
+            )
+        if "G" in pattern and not linear:
+            raise UserError(
+                f"{shown}: Megatron's own layer G needs Transformer Engine; add {FLAG} gdn"
+            )
+    if linear and "G" not in pattern:
+        raise UserError(
+            f"{FLAG} {config.longseq_linear_attention}: {shown} has no layer G, which it would be"
+        )
+    if linear:
+        check_unsupported(config, NOT_IN_PATTERNS, shown)
 
 
 def _check_chunks(config: Any, softmax: bool) -> None:
@@ -240,15 +304,15 @@ def _check_heads(config: Any) -> None:
 def _check_softmax_layers(config: Any, context: int) -> None:
     if config.longseq_linear_layout == "contiguous":
         raise UserError(
-            f"--longseq-linear-layout contiguous: --linear-attention-freq "
-            f"{config.linear_attention_freq} leaves layers of softmax attention, which take "
-            "Megatron's zigzag; use --longseq-linear-layout zigzag, or linear layers alone"
+            f"--longseq-linear-layout contiguous: {_naming(config)} leaves layers of softmax "
+            "attention, which take Megatron's zigzag; use --longseq-linear-layout zigzag, or "
+            "linear layers alone"
         )
     if config.longseq_context_parallel != "2d" and config.transformer_impl == "local":
         raise UserError(
-            f"--context-parallel-size {context}: --linear-attention-freq "
-            f"{config.linear_attention_freq} leaves layers of softmax attention, and Megatron's "
-            "local one cannot split a sequence; add --longseq-context-parallel 2d, or use 1"
+            f"--context-parallel-size {context}: {_naming(config)} leaves layers of softmax "
+            "attention, and Megatron's local one cannot split a sequence; add "
+            "--longseq-context-parallel 2d, or use 1"
         )
 
 
@@ -264,7 +328,7 @@ def check_positions(config: Any, embedding: str, rotary_percent: float) -> None:
         UserError: RoPE that no layer reads, or is missing, or does not fit the layout.
     """
     preset = preset_of(config)
-    if preset is None or config.num_layers is None or config.num_attention_heads is None:
+    if preset is None or not _names_layers(config):
         return
     softmax, method = not all(linear_layers(config)), f"{FLAG} {preset.name}"
     rotated = embedding in ("rope", "yarn", "mrope")

@@ -32,6 +32,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     unsupported("fused_single_qkv_rope", _ATTENTION, config_only=True),
     unsupported("attention_dropout", "METP's attention has none; use --attention-dropout 0", 0.0),
     unsupported("linear_attention_freq", _ATTENTION, None),
+    unsupported("hybrid_layer_pattern", "its layers are not those of METP; leave it out", None),
     unsupported("flash_decode", "METP is for training; use --longseq-tensor-parallel megatron"),
     unsupported(
         "transformer_impl",

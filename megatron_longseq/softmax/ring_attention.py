@@ -1,16 +1,25 @@
-"""Softmax attention of a query that stays to keys and values that circulate.
+"""Softmax attention over a ring: forward, keys and values circulate among queries that stay.
 
 Forward: every (owner, block) of the ring is attended to where the plan of the mask says it is
-visible, and merged by log-sum-exp. Backward: keys and values go round again, every block's term is
-taken with the *final* output and log-sum-exp, dQ adds up here and dK, dV follow their block home.
+visible, and merged by log-sum-exp. Backward: every block's term is taken with the *final* output
+and log-sum-exp, and one side of attention goes round, its gradients one hop behind:
 
-Per rank and pass, with ring size R: ``R - 1`` hops of K and V forward; ``R - 1`` of K and V and
-``R`` of dK and dV (fp32) backward; where the plan leaves little of other blocks to be seen, only
-those rows. Held at a time, whatever R is: two receive buffers for K and V, two for dK and dV, one
-block's partial results.
+    keys      K and V travel, dK and dV follow them home, dQ adds up here
+    queries   Q, dO and two numbers per row, log-sum-exp and Delta = rowsum(dO o O), travel, dQ
+              follows them home, dK and dV add up here
+
+Queries are the smaller side unless several of them share a key/value head: with as many of either,
+16-bit inputs and sums in fp32, two thirds of the bytes.
+
+Per rank and pass, with ring size R: ``R - 1`` hops of what travels, ``R`` of its gradients (fp32)
+backward; where the plan leaves little of other blocks to be seen, only those rows of K and V. Held
+at a time, whatever R is: two receive buffers for what travels, two for its gradients, one block's
+partial results.
+
+Source: what circulates backward, BurstAttention, arXiv 2403.09347.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +33,9 @@ from .block_kernels import BlockKernel
 from .mask_plan import MaskPlan, tiles
 from .online_softmax import OnlineSoftmax
 from .sink import add_sink
+
+# Which side of attention goes round the ring in its backward; "auto": the one of fewer bytes.
+BackwardRing = Literal["auto", "keys", "queries"]
 
 
 def ring_attention(
@@ -164,16 +176,32 @@ def ring_attention_backward(
     kernel: BlockKernel,
     plan: MaskPlan,
     scale: float,
+    moves: BackwardRing = "keys",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`ring_attention_forward`, but for that of its sink.
 
     Args:
         out_gradient: ``[rows, b, a, dv]``.
         out, lse: what the forward returned; the rest as given to it.
+        moves: what goes round. Rows that travel alone, because the plan leaves little of other
+            blocks to be seen, are those of keys and values.
 
     Returns:
         dQ, dK, dV in the shapes and dtypes of query, key and value.
     """
+    if queries_move(query, key, value, ring=ring, plan=plan, moves=moves):
+        return _queries_round(
+            out_gradient,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            ring=ring,
+            kernel=kernel,
+            plan=plan,
+            scale=scale,
+        )
     query_gradient: Tensor | None = None
     with _way(ring, plan).circulate_with_gradients(key, value) as rotation:
         for owner, (k, v), gradient in rotation:
@@ -202,3 +230,122 @@ def ring_attention_backward(
     if query_gradient is None:  # all rows are padding
         query_gradient = torch.zeros_like(query)
     return query_gradient.to(query.dtype), dk, dv
+
+
+def queries_move(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ring: Ring,
+    plan: MaskPlan,
+    moves: BackwardRing,
+) -> bool:
+    """Whether queries go round in the backward of such tensors; the same on every rank."""
+    if moves == "keys" or ring.size == 1 or plan.sparse:
+        return False
+    if moves == "queries":
+        return True
+    of_keys, of_queries = backward_bytes(
+        ring.size,
+        queries=query.numel() // query.shape[3],
+        keys=key.numel() // key.shape[3],
+        width=key.shape[3],
+        value_width=value.shape[3],
+        element_bytes=query.element_size(),
+        row_bytes=accumulation_dtype(query.dtype).itemsize,
+        gradient_bytes=ring.sum_dtype(query.dtype).itemsize,
+    )
+    return of_queries < of_keys
+
+
+def backward_bytes(
+    ring: int,
+    *,
+    queries: int,
+    keys: int,
+    width: int,
+    value_width: int,
+    element_bytes: int,
+    row_bytes: int,
+    gradient_bytes: int,
+) -> tuple[int, int]:
+    """What a rank sends in a backward in which keys go round, and in one in which queries do.
+
+    Args:
+        queries, keys: rows times heads of each, on one rank.
+        width, value_width: of queries and keys, and of values.
+        row_bytes: of a log-sum-exp, or a Delta.
+        gradient_bytes: per element of the gradients on their way.
+    """
+    both = width + value_width
+    of_keys = keys * both * ((ring - 1) * element_bytes + ring * gradient_bytes)
+    of_queries = queries * (
+        (ring - 1) * (both * element_bytes + 2 * row_bytes) + ring * width * gradient_bytes
+    )
+    return of_keys, of_queries
+
+
+def _queries_round(
+    out_gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    ring: Ring,
+    kernel: BlockKernel,
+    plan: MaskPlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`ring_attention_backward` with queries that circulate and keys that stay."""
+    wide = accumulation_dtype(query.dtype)
+    dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
+    delta = (out_gradient.to(wide) * out).sum(-1).permute(1, 2, 0).contiguous()
+    block = query, out_gradient, lse, delta
+    with ring.circulate_with_gradients(*block, differentiated=1) as rotation:
+        for owner, (q, dout, its_lse, its_delta), gradient in rotation:
+            # What the owner's queries see of the keys here.
+            for part in _parts(plan, kernel, owner, ring.position):
+                rows = part.queries
+                dq, more_dk, more_dv = kernel.backward(
+                    dout[rows],
+                    q[rows],
+                    key[part.keys],
+                    value[part.keys],
+                    output_of_delta(dout[rows], its_delta[..., rows]),
+                    its_lse[..., rows],
+                    causal=part.causal,
+                    band=part.band,
+                    scale=scale,
+                )
+                dk[part.keys] += more_dk
+                dv[part.keys] += more_dv
+                gradient.add(dq, at=rows)
+                del dq, more_dk, more_dv
+        (dq,) = rotation.gradients()
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
+
+
+def output_of_delta(out_gradient: Tensor, delta: Tensor) -> Tensor:
+    """An output whose product with its gradient is Delta: all of it that a kernel's backward reads.
+
+    Kernels take the output and compute Delta = rowsum(dO o O) themselves. ``dO * Delta / |dO|^2``
+    has the same, is no longer than the output, and need not travel.
+
+    Args:
+        out_gradient: ``[rows, b, a, dv]``.
+        delta: ``[b, a, rows]``.
+
+    Returns:
+        ``[rows, b, a, dv]`` in the dtype of ``out_gradient``; 0 where the gradient is 0.
+    """
+    largest = out_gradient.abs().amax(-1, keepdim=True).to(delta.dtype)
+    largest = largest.where(largest > 0, 1)
+    unit = out_gradient.to(delta.dtype) / largest  # squares of small gradients would be 0
+    squares = unit.square().sum(-1, keepdim=True)
+    squares = squares.where(squares > 0, 1)
+    return (unit * (delta.permute(2, 0, 1).unsqueeze(-1) / largest / squares)).to(
+        out_gradient.dtype
+    )

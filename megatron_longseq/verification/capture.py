@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..gpt_training import GPTTraining, tokens_of_this_rank
+from ..sequence_padding import sample_length
 from ..token_layout import zigzag_tokens
 from .pieces import Piece, fill_parameters, parameter_pieces
 
@@ -169,7 +170,8 @@ class CapturedTraining(GPTTraining):
     def _loss(self, loss_mask: Tensor, training: bool, losses: Tensor):
         result = super()._loss(loss_mask, training, losses)
         rank = mpu.get_tensor_model_parallel_rank()
-        record = (self.args.curr_iteration, rank, float(result[0].detach()), int(result[1]))
+        total, count = result[2]["lm loss"].tolist()  # of this rank, whatever it is divided by
+        record = (self.args.curr_iteration, rank, total, int(count))
         self.capture.losses.append(record)
         return result
 
@@ -209,8 +211,8 @@ class CapturedTraining(GPTTraining):
             if chunk == len(chunks):
                 continue  # a recomputation in backward runs the module again
             self._recorded[name, sample] += 1
-            positions = chunks[chunk]
-            data = tensor[:, row].double().clone()
+            real = chunks[chunk] < sample_length(args)
+            positions, data = chunks[chunk][real], tensor[real, row].double()
             self.capture.outputs.append(OutputPiece(name, order, sample, positions, column, data))
 
     def _sample(self, row: int) -> int:
@@ -248,7 +250,7 @@ class RandomTokens(torch.utils.data.Dataset):
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length = self._args.seq_length
+        length = sample_length(self._args)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         vocabulary = self._args.vocab_size or self._args.padded_vocab_size
         text = torch.randint(0, vocabulary, (length + 1,), generator=generator)

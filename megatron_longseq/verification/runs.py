@@ -122,8 +122,8 @@ def verification_runs(
     Returns:
         Command line, number of ranks, and whether tokens are masked at random, of the
         ``reference`` and of the ``candidate``. With context parallelism Megatron divides a loss by
-        each rank's own count of tokens unless ``--calculate-per-token-loss`` is given: there no
-        token is masked.
+        each rank's own count of tokens unless ``--calculate-per-token-loss`` or
+        ``--longseq-pad-sequence`` is given: there no token is masked.
 
     Raises:
         UserError: the flags draw random numbers, which no two layouts share.
@@ -172,7 +172,11 @@ def verification_runs(
         reference = without(common, parser, [*LAYOUT, *layout])
         divisor, reference_processes = unit * tensor, 1
     pad = "--make-vocab-size-divisible-by"
-    masked = args.context_parallel_size == 1 or args.calculate_per_token_loss
+    masked = (
+        args.context_parallel_size == 1
+        or args.calculate_per_token_loss
+        or args.longseq_pad_sequence
+    )
     return {
         "reference": ([*reference, pad, str(divisor)], reference_processes, masked),
         "candidate": ([*common, pad, str(unit)], processes, masked),

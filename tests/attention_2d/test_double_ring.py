@@ -35,7 +35,7 @@ def lane_groups(schedule, ring_ranks):
 def parity(cases):
     """Largest relative error of this rank per case, and what it has sent round the ring."""
     found = {}
-    for hp, ring, window, causal in cases:
+    for hp, ring, window, causal, moves in cases:
         grid = ZigzagGrid(hp, ring)
         head_group, ring_group = grid_groups(hp, ring)
         order = interleaved(ring, ring // 2, window)
@@ -46,6 +46,7 @@ def parity(cases):
             ring_group,
             schedule=schedule,
             lane_groups=lane_groups(schedule, rings),
+            backward_ring=moves,
             timeout_seconds=30,
         )
         data = random_sequence(2 * grid.ranks * 3, 2, 24, 8, 8, 6)
@@ -68,24 +69,27 @@ def parity(cases):
             counter.traffic.total(stream=name, operation="send").messages
             for name in STREAMS.values()
         ]
-        found[hp, ring, window, causal] = worst, *messages
+        found[hp, ring, window, causal, moves] = worst, *messages
     return found
 
 
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        (4, [(1, 4, 2, True), (1, 4, 2, False), (1, 4, 1, True), (1, 4, 4, True)]),
-        (6, [(1, 6, 3, True), (1, 6, 2, True)]),
-        (8, [(1, 8, 4, True), (1, 8, 2, True), (2, 4, 2, True)]),
+        (4, [(2, True), (2, False), (1, True), (4, True)]),
+        (6, [(3, True), (2, True)]),
+        (8, [(4, True), (2, True)]),
     ],
 )
 def test_every_window_equals_dense_attention_and_sends_no_more(ranks, size, cases):
+    cases = [(1, size, *case, moves) for case in cases for moves in ("keys", "queries")]
+    cases += [(2, 4, 2, True, "keys")] if size == 8 else []
     for found in ranks.run(parity, world_size=size, args=(cases,), backend="gloo"):
-        for (_, ring, _, _), (worst, blocks, gradients) in found.items():
+        for (_, ring, _, _, moves), (worst, blocks, gradients) in found.items():
             assert worst < 1e-12
-            # K and V, forward and backward; dK and dV, home.
-            assert (blocks, gradients) == (2 * 2 * (ring - 1), 2 * ring)
+            # K and V forward; backward they and dK and dV, or Q, dO, two numbers a row, and dQ.
+            back, home = (2, 2) if moves == "keys" else (4, 1)
+            assert (blocks, gradients) == ((2 + back) * (ring - 1), home * ring)
 
 
 def refused_window():

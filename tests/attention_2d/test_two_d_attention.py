@@ -49,9 +49,11 @@ def errors_against(expected, actual, grid):
 def parity(cases):
     """Largest relative error of this rank per case; each case run twice, bit for bit the same."""
     worst = {}
-    for hp, ring, heads, groups, width, value_width, batch, causal, kernel in cases:
+    for hp, ring, heads, groups, width, value_width, batch, causal, kernel, *moves in cases:
         grid = ZigzagGrid(hp, ring)
-        operator = TwoDAttention(*grid_groups(hp, ring), timeout_seconds=30)
+        operator = TwoDAttention(
+            *grid_groups(hp, ring), timeout_seconds=30, backward_ring=(*moves, "auto")[0]
+        )
         options = {"causal": causal, "kernel": kernel}
         shape = (2 * grid.ranks * 3, batch, heads, groups, width, value_width)
         first, second = random_sequence(*shape), random_sequence(*shape, seed=1)
@@ -62,7 +64,7 @@ def parity(cases):
         errors = errors_against(dense_with_gradients(*first, causal), result, grid)
         errors += errors_against(dense_with_gradients(*second, causal), again, grid)
         assert operator.buffers.leased_bytes == 0
-        worst[hp, ring, heads, groups, width, value_width, causal, kernel] = max(errors)
+        worst[hp, ring, heads, groups, width, value_width, causal, kernel, *moves] = max(errors)
     return worst
 
 
@@ -75,9 +77,9 @@ def assert_exact(results):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
 def test_every_grid_equals_dense_attention_in_fp64(ranks, size):
     cases = [
-        (hp, ring, 24, 8, 8, 8, 2, causal, "aten")
+        (hp, ring, 24, 8, 8, 8, 2, causal, "aten", moves)
         for hp, ring in FACTORISATIONS[size]
-        for causal in (True, False)
+        for causal, moves in ((True, "keys"), (True, "queries"), (False, "keys"))
     ]
     assert_exact(ranks.run(parity, world_size=size, args=(cases,), backend="gloo"))
 
@@ -103,6 +105,16 @@ def test_head_groups_of_five_and_seven(ranks, size, heads, groups):
 def test_more_head_parallel_ranks_than_key_heads_tear_no_query_head_from_its_own(ranks):
     # verl #1226: 40 query heads on 8 key heads capped at 8; here 8 ranks share 2 and 1.
     cases = [(8, 1, 40, 2, 4, 4, 1, True, "aten"), (8, 1, 8, 1, 4, 4, 1, False, "aten")]
+    assert_exact(ranks.run(parity, world_size=8, args=(cases,), backend="gloo"))
+
+
+def test_heads_that_no_head_parallel_size_divides(ranks):
+    # 28 query heads on 8 ranks; key/value heads whose query heads lie on two or three ranks.
+    cases = [
+        (hp, 8 // hp, heads, groups, 4, 6, 1, True, "aten", moves)
+        for hp, heads, groups in ((8, 28, 4), (4, 7, 7), (8, 12, 2), (2, 7, 1))
+        for moves in ("keys", "queries")
+    ]
     assert_exact(ranks.run(parity, world_size=8, args=(cases,), backend="gloo"))
 
 
@@ -251,7 +263,7 @@ def test_low_precision_errors_do_not_grow_with_the_ring(ranks, dtype, tolerance)
 def fails_in_the_middle(where):
     """A kernel that fails at its third call on every rank; then the operator works again."""
     grid = ZigzagGrid(1, 4)
-    operator = TwoDAttention(*grid_groups(1, 4), timeout_seconds=30)
+    operator = TwoDAttention(*grid_groups(1, 4), timeout_seconds=30, backward_ring="keys")
     calls = {"forward": 0, "backward": 0}
 
     class Failing(AtenKernel):

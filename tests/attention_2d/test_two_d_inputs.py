@@ -89,9 +89,9 @@ WRONG = [
         "4 key/value heads do not divide 6 query heads; .*\\[1, 2, 3, 6",
     ),
     (
-        {"heads": 3, "groups": 3},
+        {"heads": 1, "groups": 1},
         {},
-        "a head group of 2 ranks does not divide 3 query heads; .*\\[1, 3",
+        "a head group of 2 ranks for 1 query heads: each rank needs one; at most 1",
     ),
     ({"dtype": torch.int64}, {}, "query is torch.int64; 2D attention works in torch.float64"),
     ({"tokens": 0}, {}, r"query of shape \(0, 1, 4, 8\): expected \[tokens"),

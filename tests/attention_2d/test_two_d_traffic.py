@@ -1,7 +1,6 @@
 """What 2D attention sends equals its formulas, byte for byte and message for message."""
 
 import time
-from math import lcm
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from megatron_longseq.measurement import MeasuredTransport, TrafficCounter
 STREAMS = {stream.tag: stream.name for stream in (HEAD_EXCHANGE, RING_BLOCKS, RING_GRADIENTS)}
 
 
-def counted(hp, ring, heads, groups, width, value_width, dtype):
+def counted(hp, ring, heads, groups, moves, width, value_width, dtype):
     """((counted, formula) of each stream) for forward and backward."""
-    operator = TwoDAttention(*grid_groups(hp, ring), timeout_seconds=30)
+    operator = TwoDAttention(*grid_groups(hp, ring), timeout_seconds=30, backward_ring=moves)
     rows, batch = 6, 2
     leaves = [
         torch.randn(rows, batch, *shape, dtype=dtype, requires_grad=True)
@@ -43,6 +42,8 @@ def counted(hp, ring, heads, groups, width, value_width, dtype):
                 element_bytes=dtype.itemsize,
                 gradient_bytes=8 if dtype == torch.float64 else 4,
                 backward=backward,
+                moves=moves,
+                place=operator.heads.place.position,
             )
             for stream, expected in (
                 (HEAD_EXCHANGE, formula.head_exchange),
@@ -63,20 +64,37 @@ def counted_cases(cases):
 @pytest.mark.parametrize("size", [1, 2, 4, 6])
 def test_bytes_and_messages_equal_the_formulas(ranks, size):
     head_counts = [(12, 12), (12, 4), (12, 1)]
-    cases = [(*grid, *heads) for grid in FACTORISATIONS[size] for heads in head_counts]
+    cases = [(*grid, *heads, "auto") for grid in FACTORISATIONS[size] for heads in head_counts]
+    # 20 heads divide no group of 3 or 6; of 10 key/value heads, some are on two ranks.
+    cases += [(*grid, 20, 10, way) for grid in FACTORISATIONS[size] for way in ("keys", "queries")]
     for results in ranks.run(counted_cases, world_size=size, args=(cases,), backend="gloo"):
         for case, pairs in results.items():
             for sent, expected in pairs:
                 assert sent == expected, case
 
 
-def test_replication_counts_the_least_common_multiple_not_all_query_heads():
+def test_a_key_head_is_on_as_many_ranks_as_need_it_not_repeated_for_each_query_head():
     # MindSpeed repeats key/value heads to all query heads: 64 / 8 = 8 times the bytes.
     sizes = dict(tokens=2, batch=1, query_heads=64, width=1, value_width=1, ring=2)
     sizes |= dict(element_bytes=1, gradient_bytes=1, backward=False)
-    for groups, hp in ((8, 4), (8, 8), (8, 16), (4, 8)):
+    for groups, hp, on_a_rank in ((8, 4, 2), (8, 8, 1), (8, 16, 1), (4, 8, 1)):
         traffic = attention_traffic(key_heads=groups, head_parallel=hp, **sizes)
-        assert traffic.ring_blocks.bytes == 2 * 2 * lcm(groups, hp)
+        assert traffic.ring_blocks.bytes == 2 * 2 * hp * on_a_rank
+
+
+def test_what_goes_round_backward_is_the_smaller_side():
+    sizes = dict(tokens=2, batch=1, query_heads=64, width=64, value_width=64, head_parallel=1)
+    sizes |= dict(ring=8, element_bytes=2, gradient_bytes=4, backward=True)
+
+    def bytes_of(key_heads, moves):
+        traffic = attention_traffic(key_heads=key_heads, moves=moves, **sizes)
+        return traffic.ring_blocks.bytes + traffic.ring_gradients.bytes
+
+    for key_heads in (64, 32, 8, 1):
+        least = min(bytes_of(key_heads, "keys"), bytes_of(key_heads, "queries"))
+        assert bytes_of(key_heads, "auto") == least
+    assert bytes_of(64, "auto") == pytest.approx(2 / 3 * bytes_of(64, "keys"), rel=0.03)
+    assert bytes_of(8, "auto") == bytes_of(8, "keys")
 
 
 def waits_over_slow_links(latency, compute):

@@ -51,6 +51,7 @@ def all_errors(hp, ring, cases):
     here, found = dist.get_rank(), {}
     for number, (options, per_rank, with_sink) in enumerate(cases):
         total, options = per_rank * grid.ranks, dict(options)
+        operator.backward_ring = ("keys", "queries")[number % 2]
         batch = 1 if "cu_seqlens" in options else 2
         tokens, boundaries, lengths = grid.tokens(here, total), options.get("cu_seqlens"), None
         if "cu_seqlens_padded" in options:

@@ -1,12 +1,11 @@
-"""The head exchange: there and back, in the ring's order, with heads that count several times."""
-
-from math import lcm
+"""The head exchange: there and back, in the ring's order, with shares that differ or overlap."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_longseq.communication import BufferPool, HeadExchange
+from megatron_longseq.communication.all_to_all import even_shares, serving_shares
 from megatron_longseq.communication.transport import Channel
 from megatron_longseq.token_layout import ZigzagGrid
 
@@ -24,19 +23,20 @@ def there_and_back(head_counts, staging):
     pool = BufferPool()
     exchange = HeadExchange(dist.group.WORLD, pool, timeout_seconds=20, staging=staging)
     wholes = [sequence(heads, width, total) for width, heads in enumerate(head_counts, 1)]
-    copies = [lcm(heads, size) // heads for heads in head_counts]
+    queries = even_shares(head_counts[0], size)
+    shares = [serving_shares(queries, head_counts[0], heads) for heads in head_counts]
     mine = [grid.split(whole, rank) for whole in wholes]
     # A gradient expanded from a scalar, or a slice of a projection, is not contiguous.
     mine[-1] = mine[-1].repeat(1, 1, 2, 1)[:, :, : head_counts[-1]]
-    blocks = exchange.to_heads(*mine, copies=copies)
-    for block, whole, repeat in zip(blocks, wholes, copies, strict=True):
-        repeated = whole.repeat_interleave(repeat, 2)
-        count = repeated.shape[2] // size
+    blocks = exchange.to_heads(*mine, shares=shares)
+    for block, whole, share in zip(blocks, wholes, shares, strict=True):
         assert block.is_contiguous() or size == 1
-        assert torch.equal(block, repeated[:, :, rank * count : (rank + 1) * count])
-    back = exchange.to_tokens(*blocks, copies=copies)
-    for tensor, original, repeat in zip(back, mine, copies, strict=True):
-        assert torch.equal(tensor, original * repeat), "the sum over the copies of each head"
+        assert torch.equal(block, whole[:, :, list(share[rank])])
+    back = exchange.to_tokens(*blocks, shares=shares)
+    for tensor, original, share in zip(back, mine, shares, strict=True):
+        users = [sum(head in part for part in share) for head in range(tensor.shape[2])]
+        summed = original * torch.tensor(users, dtype=original.dtype)[:, None]
+        assert torch.equal(tensor, summed), "the sum over all ranks that have a head"
     return pool.leased_bytes
 
 
@@ -51,8 +51,19 @@ def test_to_heads_is_the_whole_sequence_in_order_and_to_tokens_its_inverse(ranks
 
 
 def test_heads_that_neither_divide_nor_are_divided_by_the_group(ranks):
-    ranks.run(there_and_back, world_size=4, args=([12, 6, 10], "auto"), backend="gloo")
-    ranks.run(there_and_back, world_size=3, args=([9, 4, 2], "auto"), backend="gloo")
+    ranks.run(there_and_back, world_size=4, args=([30, 6, 10], "auto"), backend="gloo")
+    ranks.run(there_and_back, world_size=3, args=([8, 4, 2], "auto"), backend="gloo")
+
+
+def test_query_heads_never_part_from_their_key_head():
+    # InternEvo PR #224 and others pad queries and keys apart, and tear groups: 28 heads on 8 ranks.
+    for heads, kv_heads, size in ((28, 4, 8), (24, 6, 4), (7, 7, 5), (40, 8, 16), (5, 1, 4)):
+        queries = even_shares(heads, size)
+        keys = serving_shares(queries, heads, kv_heads)
+        assert [head for share in queries for head in share] == list(range(heads))
+        assert max(map(len, queries)) - min(map(len, queries)) <= 1
+        for mine, theirs in zip(queries, keys, strict=True):
+            assert {head * kv_heads // heads for head in mine} == set(theirs)
 
 
 def memory_of_messages(heads):
@@ -67,7 +78,8 @@ def memory_of_messages(heads):
     Channel.exchange = watched
     pool = BufferPool()
     exchange = HeadExchange(dist.group.WORLD, pool, timeout_seconds=20)
-    exchange.to_heads(torch.randn(4, 1, heads, 8), copies=[lcm(heads, size) // heads])
+    shares = serving_shares(even_shares(size, size), size, heads)
+    exchange.to_heads(torch.randn(4, 1, heads, 8), shares=[shares])
     return len(set(sent)), len(sent), pool.held_bytes
 
 

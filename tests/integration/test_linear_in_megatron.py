@@ -26,6 +26,10 @@ HYBRID = (
     "gdn --num-layers 3 --linear-attention-freq 3 --position-embedding-type rope "
     "--longseq-context-parallel 2d --group-query-attention --num-query-groups 2"
 )
+PATTERN = (
+    "gdn --hybrid-layer-pattern G-*- --position-embedding-type rope --num-layers 4 "
+    "--longseq-context-parallel 2d --group-query-attention --num-query-groups 2"
+)
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 ZERO = (
@@ -95,6 +99,8 @@ LAYOUTS = {
         1,
         "--longseq-sequence-chunks 8",
     ),
+    "pattern of layers": (PATTERN, 4, BOTH),
+    "pattern of layers, pipeline": (PATTERN, 4, f"{CP} 2 {PP} {FULL}"),
     "hybrid, tensor parallel": (HYBRID, 2, SP),
     "hybrid, both": (HYBRID, 4, BOTH),
     "hybrid, four context ranks, tensor parallel": (HYBRID, 8, f"{SP} {CP} 4"),
@@ -152,6 +158,7 @@ ALWAYS = (
     "chunks, convolved, distributed optimizer",
     "contiguous, three ranks, selective",
     "hybrid, both",
+    "pattern of layers",
 )
 
 

@@ -46,6 +46,31 @@ LAYOUTS = {
         "--overlap-param-gather --ddp-bucket-size 1 --calculate-per-token-loss",
     ),
     "experts": (4, f"--context-parallel-size 2 {MOE} --moe-token-dispatcher-type alltoall"),
+    "queries go round": (
+        4,
+        "--context-parallel-size 4 --longseq-head-parallel-size 1 --longseq-backward-ring queries "
+        "--num-query-groups 4",
+    ),
+    "heads that divide no ranks": (
+        4,
+        "--context-parallel-size 4 --longseq-head-parallel-size 4 --num-attention-heads 6 "
+        "--num-query-groups 3 --kv-channels 16 --softmax-type learnable",
+    ),
+    "padded": (
+        4,
+        "--seq-length 41 --longseq-pad-sequence --context-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "padded, metp": (
+        2,
+        "--seq-length 37 --longseq-pad-sequence --tensor-model-parallel-size 2 "
+        "--sequence-parallel --longseq-tensor-parallel metp --calculate-per-token-loss",
+    ),
+    "padded, pipeline": (
+        4,
+        "--seq-length 43 --longseq-pad-sequence --context-parallel-size 2 "
+        "--pipeline-model-parallel-size 2",
+    ),
     "full recompute": (
         2,
         "--context-parallel-size 2 --longseq-head-parallel-size 1 --recompute-granularity full "
@@ -61,6 +86,8 @@ ALWAYS = (
     "pp 2 interleaved",
     "dp 2, zero 1, overlap",
     "experts",
+    "heads that divide no ranks",
+    "padded",
 )
 
 
@@ -180,7 +207,8 @@ def test_bf16_and_evaluation_between_steps(megatron_ranks, tmp_path, corpus):
     flags = f"{TWO_D} --context-parallel-size 2 {evaluate}"
     plain = losses(train(megatron_ranks, tmp_path / "plain", evaluate, data=corpus))
     found = train(megatron_ranks, tmp_path / "2d", flags, processes=2, data=corpus)
-    half = train(megatron_ranks, tmp_path / "half", f"{flags} --bf16", processes=2, data=corpus)
+    narrow = f"{flags} --bf16 --longseq-ring-gradient-dtype input --longseq-head-parallel-size 1"
+    half = train(megatron_ranks, tmp_path / "half", narrow, processes=2, data=corpus)
     assert losses(found) == pytest.approx(plain, rel=1e-6)
     assert losses(half) == pytest.approx(plain, rel=5e-3)
     assert "validation loss at iteration 4" in log(tmp_path / "2d", rank=1)
@@ -193,6 +221,70 @@ def test_the_start_up_lines_say_the_factorisation_and_why(megatron_ranks, tmp_pa
     assert "2D attention, 2 head-parallel x 2 ring, kernel aten" in text
     assert "head-parallel size 2: 4 would fit too, but it would replicate the 2 key/value" in text
     assert "head parallel 2: [0 1] [2 3]" in text and "ring 2: [0 2] [1 3]" in text
+
+
+# Queries and keys 24 wide, values 16.
+LATENT = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --multi-latent-attention "
+    "--q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--rope-type rope --ffn-hidden-size 96 --seq-length 48 --max-position-embeddings 48 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --position-embedding-type rope "
+    "--tokenizer-type NullTokenizer --vocab-size 61 --make-vocab-size-divisible-by 8"
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (4, "--context-parallel-size 4 --longseq-head-parallel-size 2"),
+        pytest.param(
+            4,
+            "--context-parallel-size 2 --pipeline-model-parallel-size 2 "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+            "--longseq-keep-attention-output",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_latent_attention_equals_dense_attention_in_one_process(
+    processes, flags, megatron_ranks_fp64, tmp_path
+):
+    flags = f"{LATENT} {TWO_D} {flags}".split()
+    plan = megatron_ranks_fp64.run(
+        _plan, world_size=1, args=(None, flags, processes, "one-process", "fp64", 2)
+    )[0]
+    # Without Transformer Engine Megatron has no core for it: the plain kernel, in one block.
+    plan["reference"][0].extend([*TWO_D.split(), "--longseq-attention-kernel", "reference"])
+    for name, (argv, ranks, masked) in plan.items():
+        args = (argv, 1, masked, f"{tmp_path}/{name}")
+        megatron_ranks_fp64.run(_capture, world_size=ranks, args=args)
+    verdict = megatron_ranks_fp64.run(_verdict, world_size=1, args=(str(tmp_path), "fp64"))[0]
+    assert verdict["passed"], verdict
+    assert max(verdict[name]["relative"] for name in ("output", "loss", "gradient")) < 1e-12
+
+
+def test_a_length_that_no_rank_divides_trains_as_one_process_does(megatron_ranks, tmp_path, corpus):
+    evaluate = "--seq-length 61 --eval-iters 1 --eval-interval 2 --micro-batch-size 2"
+    plain = losses(train(megatron_ranks, tmp_path / "plain", evaluate, data=corpus))
+    flags = f"{TWO_D} --context-parallel-size 4 --longseq-pad-sequence {evaluate}"
+    found = train(megatron_ranks, tmp_path / "2d", flags, processes=4, data=corpus)
+    assert losses(found) == pytest.approx(plain, rel=1e-6)
+
+    def validation(folder, last):
+        lines = log(folder, last).splitlines()
+        found = [line.split("lm loss value:")[1].split("|")[0] for line in lines if "PPL" in line]
+        return [float(value) for value in found]
+
+    expected = validation(tmp_path / "plain", 0)
+    assert expected and validation(tmp_path / "2d", 3) == pytest.approx(expected, rel=1e-6)
+
+
+def test_padding_is_no_part_of_a_packed_document(megatron_ranks, tmp_path, corpus):
+    flags = f"{TWO_D} --dataloader-inter-document-masking --seq-length 58 --micro-batch-size 2"
+    plain = losses(train(megatron_ranks, tmp_path / "plain", flags, data=corpus))
+    split = f"{flags} --longseq-pad-sequence --context-parallel-size 4"
+    found = train(megatron_ranks, tmp_path / "2d", split, processes=4, data=corpus)
+    assert losses(found) == pytest.approx(plain, rel=1e-6)
 
 
 def two_models_of_different_heads():
@@ -267,8 +359,33 @@ def test_two_models_with_other_head_counts_share_a_process(megatron_ranks):
             "--context-parallel-size 4 --longseq-head-parallel-size 3",
             ["--longseq-head-parallel-size 3", "4 query heads", "nearest: 1, 2, 4"],
         ),
+        (
+            8,
+            "--context-parallel-size 8 --longseq-head-parallel-size 8",
+            ["--longseq-head-parallel-size 8", "at most the 4 query heads", "nearest: 1, 2, 4"],
+        ),
         (2, "--longseq-head-parallel-size 2", ["--context-parallel-size is 1"]),
-        (2, "--context-parallel-size 2 --seq-length 66", ["--seq-length 66", "nearest: 64, 68"]),
+        (
+            2,
+            "--context-parallel-size 2 --seq-length 66",
+            ["--seq-length 66", "nearest: 64, 68", "--longseq-pad-sequence"],
+        ),
+        (
+            2,
+            "--context-parallel-size 2 --seq-length 63 --longseq-pad-sequence --num-experts 2",
+            ["--longseq-pad-sequence with --num-experts 2", "leave one of the two out"],
+        ),
+        (
+            2,
+            "--context-parallel-size 2 --seq-length 62 --longseq-pad-sequence --mtp-num-layers 1",
+            ["--longseq-pad-sequence with --mtp-num-layers 1"],
+        ),
+        (
+            2,
+            "--context-parallel-size 2 --longseq-pad-sequence --seq-length 62 "
+            "--max-position-embeddings 62",
+            ["--max-position-embeddings 62", "fills 62 tokens up to 64", "nearest: 64"],
+        ),
         (1, "--attention-dropout 0.1", ["--attention-dropout 0.1", "use --attention-dropout 0"]),
         (2, "--context-parallel-size 2 --cp-comm-type p2p", ["--cp-comm-type p2p"]),
         (
@@ -295,6 +412,12 @@ def test_what_cannot_work_is_refused_by_name_before_the_first_step(
         train(megatron_ranks, tmp_path, f"{TWO_D} {flags}", processes=processes)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_latent_attention_over_tensor_parallel_local_layers_is_refused(megatron_ranks, tmp_path):
+    flags = f"{TWO_D} --tensor-model-parallel-size 2 --max-position-embeddings 64"
+    with pytest.raises(UserError, match="--tensor-model-parallel-size 2: with --multi-latent-att"):
+        train(megatron_ranks, tmp_path, flags, processes=2, model=LATENT.split())
 
 
 def test_options_of_2d_attention_without_it_are_refused(megatron_ranks, tmp_path):

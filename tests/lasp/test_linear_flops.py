@@ -33,6 +33,7 @@ def counts():
         "--linear-value-head-dim 8 --linear-conv-kernel-dim 4 --linear-attention-freq 3"
     )
     stock = parse(f"{sizes} --experimental-attention-variant gated_delta_net")
+    pattern = parse(f"{sizes} --longseq-linear-attention gdn --hybrid-layer-pattern G-*-G-")
     ours = parse(f"{sizes} --longseq-linear-attention gdn")
     groups = "--group-query-attention --num-query-groups 2"
     softmax = {
@@ -45,7 +46,7 @@ def counts():
     counted = compat.flops_of_sequence(ours)
     return (
         compat.flops_of_sequence(stock),
-        counted * throughput_factor(ours, counted),
+        counted * throughput_factor(ours, compat.flops_of_sequence),
         softmax,
         {
             name: linear_layer_flops(
@@ -53,6 +54,7 @@ def counts():
             )
             for name in ("linear", "retention", "lightning", "gla", "deltanet", "gdn", "kda")
         },
+        throughput_factor(pattern, compat.flops_of_sequence),
     )
 
 
@@ -66,15 +68,20 @@ def test_a_gated_delta_net_counts_what_megatron_counts_for_its_own(found):
     assert ours == pytest.approx(stock, rel=1e-12)
 
 
+def test_a_gated_delta_net_in_a_hybrid_pattern_counts_what_megatron_counts(found):
+    *_, factor = found
+    assert factor == pytest.approx(1, rel=1e-12)
+
+
 def test_groups_of_softmax_attention_are_counted_as_megatron_does(found):
-    _, _, softmax, _ = found
+    _, _, softmax, *_ = found
     (plain, plain_layer), (grouped, grouped_layer) = softmax.values()
     assert (plain - grouped) / (6 * 256) == pytest.approx(plain_layer - grouped_layer, rel=1e-12)
     assert plain > grouped
 
 
 def test_every_further_matrix_counts(found):
-    *_, layers = found
+    *_, layers, _ = found
     assert layers["linear"] == layers["retention"]
     assert layers["lightning"] < layers["linear"], "a gate of two thin matrices"
     assert layers["gla"] > layers["linear"] and layers["kda"] > layers["deltanet"]

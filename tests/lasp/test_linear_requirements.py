@@ -31,6 +31,15 @@ ACCEPTED = {
     "hybrid, split": (f"{HYBRID} {ROPE} {CP} 2 --longseq-context-parallel 2d", 2),
     "a pattern": (f"{LINEAR} linear --linear-attention-freq [1,0,1,0]", 1),
     "chunks": (f"{LINEAR} gdn {CP} 2 --longseq-sequence-chunks 4", 2),
+    "a hybrid pattern": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-*-|G-*- {ROPE} {CP} 2 "
+        "--longseq-context-parallel 2d --pipeline-model-parallel-size 2",
+        4,
+    ),
+    "a hybrid pattern of linear layers": (
+        f"{LINEAR} gla --hybrid-layer-pattern G-G- {CP} 2 --longseq-linear-layout contiguous",
+        2,
+    ),
     "sizes": (f"{LINEAR} gdn --linear-num-key-heads 2 --linear-num-value-heads 6", 1),
 }
 
@@ -52,6 +61,36 @@ REFUSED = {
         f"{LINEAR} gla --longseq-output-norm denominator",
         1,
         ["--longseq-output-norm denominator", "identity"],
+    ),
+    "a hybrid pattern of other layers": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-M- {ROPE}",
+        1,
+        ["--hybrid-layer-pattern G-M-", "layers M need Transformer Engine", "G (linear"],
+    ),
+    "a hybrid pattern without a linear layer": (
+        f"{LINEAR} gdn --hybrid-layer-pattern *-*- {ROPE}",
+        1,
+        ["--hybrid-layer-pattern *-*- has no layer G"],
+    ),
+    "linear layers of a hybrid pattern that nobody computes": (
+        "--hybrid-layer-pattern G-*-",
+        1,
+        ["--hybrid-layer-pattern G-*-", "add --longseq-linear-attention gdn"],
+    ),
+    "layers named twice": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-*- {ROPE} --linear-attention-freq 2",
+        1,
+        ["--linear-attention-freq 2", "the pattern names the layers"],
+    ),
+    "a hybrid pattern in chunks": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-G- --longseq-sequence-chunks 2",
+        1,
+        ["--longseq-sequence-chunks 2", "--linear-attention-freq"],
+    ),
+    "a hybrid pattern over ranks that its softmax layers do not know": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-*- {ROPE} {CP} 2",
+        2,
+        [f"{CP} 2", "layers of softmax attention", "--longseq-context-parallel 2d"],
     ),
     "a window without a convolution": (
         f"{LINEAR} gla --linear-conv-kernel-dim 3",
