@@ -139,6 +139,7 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
         args, over_gloo=cpu_platform.is_installed()
     )
     derived[SAMPLE_LENGTH] = sample_length(args)
+    derived["longseq_layer_pattern"] = args.hybrid_layer_pattern
     if cpu_platform.is_installed() and (args.use_megatron_fsdp or args.use_torch_fsdp2):
         # Megatron wants more than one connection of a GPU then, and counts those of a CPU.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"

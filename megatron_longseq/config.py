@@ -226,8 +226,9 @@ class LongSeqTransformerConfig(TransformerConfig):
     linear_value_head_dim: int | None = None
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
-    # Megatron keeps the pattern of a hybrid model beside its config; checks need it here.
-    hybrid_layer_pattern: str | None = None
+    # --hybrid-layer-pattern. Megatron keeps it beside its config, and there it must not have the
+    # same name; checks need it here.
+    longseq_layer_pattern: str | None = None
     longseq_comm_timeout_seconds: float = _option(
         1800.0,
         "Limit of every wait in this package's communication. Over gloo the run then stops with "

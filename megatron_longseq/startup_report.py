@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 
@@ -86,11 +87,11 @@ def _layer_kind(layer: TransformerLayer) -> tuple[str, ...]:
     method = _described(attention, "attention")
     if core is not None and not hasattr(attention, "describe"):
         method += f" with {describe_kernel(core)}"
-    kind = [
-        method,
-        _described(layer.mlp, "MLP"),
-        f"norm {type(layer.input_layernorm).__name__}",
-    ]
+    # A layer of a hybrid pattern is attention or an MLP, with its norm before it.
+    kind = [] if isinstance(attention, IdentityOp) else [method]
+    kind += [] if isinstance(layer.mlp, IdentityOp) else [_described(layer.mlp, "MLP")]
+    norm = layer.pre_mlp_layernorm if isinstance(attention, IdentityOp) else layer.input_layernorm
+    kind.append(f"norm {type(norm).__name__}")
     if isinstance(layer, RecomputedLayer):
         kind.append(layer.describe_recompute())
     return tuple(kind)

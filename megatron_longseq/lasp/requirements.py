@@ -169,6 +169,12 @@ def preset_of(config: Any) -> Preset | None:
     )
 
 
+def layer_pattern(config: Any) -> str | None:
+    """``--hybrid-layer-pattern`` of arguments, or of a config."""
+    names = "hybrid_layer_pattern", "longseq_layer_pattern"
+    return next((found for name in names if (found := getattr(config, name, None))), None)
+
+
 def linear_layers(config: Any) -> list[bool]:
     """Which of the whole model's layers of attention are linear.
 
@@ -178,7 +184,7 @@ def linear_layers(config: Any) -> list[bool]:
     Raises:
         UserError: the pattern does not fit, or leaves no linear layer.
     """
-    pattern_of_hybrid = getattr(config, "hybrid_layer_pattern", None)
+    pattern_of_hybrid = layer_pattern(config)
     if pattern_of_hybrid is not None:
         return [symbol == "G" for symbol in pattern_of_hybrid if symbol in "G*"]
     frequency, layers = config.linear_attention_freq, config.num_layers
@@ -229,7 +235,7 @@ def check_linear(config: Any) -> None:
 
 def _naming(config: Any) -> str:
     """The flag that says which layers are linear."""
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = layer_pattern(config)
     if pattern is not None:
         return f"--hybrid-layer-pattern {pattern}"
     return f"--linear-attention-freq {config.linear_attention_freq}"
@@ -237,7 +243,7 @@ def _naming(config: Any) -> str:
 
 def _names_layers(config: Any) -> bool:
     """Whether a config, or arguments, say how many layers there are, and of what."""
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = layer_pattern(config)
     layers = config.num_layers if pattern is None else pattern
     return layers is not None and config.num_attention_heads is not None
 
@@ -248,7 +254,7 @@ def check_hybrid_pattern(config: Any) -> None:
     Raises:
         UserError: a layer that cannot be built here, or linear attention without a layer of it.
     """
-    pattern = getattr(config, "hybrid_layer_pattern", None)
+    pattern = layer_pattern(config)
     if pattern is None:
         return
     shown = f"--hybrid-layer-pattern {pattern}"

@@ -17,6 +17,7 @@ FLAG = "--longseq-tensor-parallel metp"
 
 
 _ATTENTION = "METP's attention does not know it; leave it out"
+_PATTERN = "its layers are not those of METP; leave it out"
 _WEIGHTS = "METP's weights pass from rank to rank as they are; leave it out"
 _LOSS = "METP's loss never builds the logits it works on; leave it out"
 
@@ -32,7 +33,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     unsupported("fused_single_qkv_rope", _ATTENTION, config_only=True),
     unsupported("attention_dropout", "METP's attention has none; use --attention-dropout 0", 0.0),
     unsupported("linear_attention_freq", _ATTENTION, None),
-    unsupported("hybrid_layer_pattern", "its layers are not those of METP; leave it out", None),
+    unsupported("hybrid_layer_pattern", _PATTERN, None),
+    unsupported(
+        "longseq_layer_pattern", _PATTERN, None, flag="--hybrid-layer-pattern", config_only=True
+    ),
     unsupported("flash_decode", "METP is for training; use --longseq-tensor-parallel megatron"),
     unsupported(
         "transformer_impl",

@@ -431,6 +431,11 @@ MIXED = [
     *"lightning --linear-attention-freq 2 --position-embedding-type rope".split(),
     *"--longseq-context-parallel 2d".split(),
 ]
+PATTERNED = [
+    *TINY,
+    *"gdn --hybrid-layer-pattern G-*-G- --position-embedding-type rope".split(),
+    *"--longseq-context-parallel 2d".split(),
+]
 
 
 @pytest.mark.thorough
@@ -439,8 +444,9 @@ MIXED = [
     [
         (KDA, (4, f"{SP} {CP} 2"), [(1, ""), (4, f"{PP} {CP} 2")]),
         (MIXED, (2, f"{CP} 2"), [(2, SP)]),
+        (PATTERNED, (2, f"{CP} 2"), [(2, SP), (2, PP)]),
     ],
-    ids=["kda", "hybrid"],
+    ids=["kda", "hybrid", "pattern of layers"],
 )
 def test_a_checkpoint_resumes_with_its_optimizer_in_other_layouts(
     model, first, others, megatron_ranks, tmp_path, corpus
@@ -467,6 +473,16 @@ def test_a_checkpoint_resumes_with_its_optimizer_in_other_layouts(
             model=model,
         )
         assert losses(rest) == pytest.approx(losses(whole)[2:], rel=1e-5)
+
+
+def test_a_pattern_names_the_layers_that_are_built(megatron_ranks, tmp_path):
+    train(megatron_ranks, tmp_path, f"{CP} 2", processes=2, steps=1, model=PATTERNED)
+    text = log(tmp_path)
+    assert "2 layers on this rank: linear attention gdn, 4 key and 4 value heads of 16" in text
+    assert (
+        "1 layer on this rank: attention SelfAttention with 2D attention, 2 head-parallel" in text
+    )
+    assert "3 layers on this rank: MLP MLP" in text
 
 
 def test_bf16_evaluation_and_the_start_up_lines(megatron_ranks, tmp_path, corpus):
