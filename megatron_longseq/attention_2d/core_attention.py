@@ -18,10 +18,12 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from ..communication.all_to_all import even_shares, serving_shares
+from ..communication.ring import accumulation_dtype
 from ..errors import UserError
 from ..packed_rows import PackedRows
 from ..process_groups import ContextParallelGroups
-from ..softmax.ring_attention import BackwardRing
+from ..softmax.ring_attention import BackwardRing, backward_bytes
 from ..split_parameters import device_of, per_head
 from .attention import TwoDAttention
 
@@ -251,9 +253,39 @@ class TwoDCoreAttention(MegatronModule):
         kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
         more = "" if self.window is None else f", window {self.window}"
+        if ring > 1:
+            more += f", {self._moves()} go round backward"
         if self.softmax_offset is not None:
             more += f", {self.config.softmax_type} sinks"
         return f"2D attention, {heads} head-parallel x {ring} ring, kernel {kernel.name}{more}"
+
+    def _moves(self) -> str:
+        """What goes round the ring backward, keys or queries, of blocks that travel whole."""
+        config, operator = self.config, self.operator
+        if operator.backward_ring != "auto":
+            return operator.backward_ring
+        tensor = self.tp_group.size()
+        heads = config.num_attention_heads // tensor
+        kv_heads = max(1, (config.num_query_groups or config.num_attention_heads) // tensor)
+        width = value_width = config.kv_channels
+        if config.multi_latent_attention:
+            width = config.qk_head_dim + config.qk_pos_emb_head_dim
+            value_width = config.v_head_dim
+            kv_heads = heads
+        queries = even_shares(heads, operator.heads.size)
+        keys = serving_shares(queries, heads, kv_heads)
+        here, dtype = operator.heads.place.position, config.params_dtype
+        of_keys, of_queries = backward_bytes(
+            operator.ring.size,
+            queries=len(queries[here]),
+            keys=len(keys[here]),
+            width=width,
+            value_width=value_width,
+            element_bytes=dtype.itemsize,
+            row_bytes=accumulation_dtype(dtype).itemsize,
+            gradient_bytes=operator.ring.sum_dtype(dtype).itemsize,
+        )
+        return "queries" if of_queries < of_keys else "keys"
 
 
 def _window(config: Any, layer_number: int) -> int | None:
