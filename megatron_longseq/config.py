@@ -295,7 +295,6 @@ def check_two_d_attention(config: TransformerConfig) -> None:
     if config.longseq_tensor_parallel != "metp":
         ring_windows(config, split)
     for name, allowed in (
-        ("attention_dropout", 0.0),
         ("experimental_attention_variant", None),
         ("qk_clip", False),
         ("log_max_attention_logit", False),

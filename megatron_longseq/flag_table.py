@@ -225,9 +225,15 @@ RULES: tuple[FlagRule, ...] = (
         "--attention-dropout",
         "attention_dropout",
         "refused",
-        "greater than 0 with --longseq-context-parallel 2d",
-        "2D attention has none; use --attention-dropout 0",
-        refuses=lambda args: args.attention_dropout > 0 and _two_d(args),
+        "greater than 0 with --longseq-context-parallel 2d and a flash kernel",
+        "which weights are dropped follows from their places, so that backward and every layout "
+        "drop the same; only the plain torch kernel does that: use --longseq-attention-kernel "
+        "auto or reference, or --attention-dropout 0",
+        refuses=lambda args: (
+            args.attention_dropout > 0
+            and _two_d(args)
+            and args.longseq_attention_kernel not in ("auto", "reference")
+        ),
     ),
     FlagRule(
         "--window-size",

@@ -175,6 +175,7 @@ def draw_traffic(axes: Axes) -> None:
             element_bytes=1,
             gradient_bytes=2,
             backward=backward,
+            moves="keys",
         )
         for backward in (False, True)
     ]

@@ -45,9 +45,11 @@ from ..softmax.ring_attention import (
     ring_attention_backward,
     ring_attention_forward,
 )
+from ..softmax.score_edits import ScoreEdits
 from ..softmax.shared_heads import StretchedKernel, stretches
 from ..softmax.sink import sink_gradient
 from ..token_layout import ZigzagGrid
+from .changes import Dropout, ScoreChanges
 from .inputs import check_inputs, check_sink, describe_inputs, describe_mask
 from .masks import Boundaries, requested_mask
 
@@ -149,6 +151,8 @@ class TwoDAttention:
         cu_seqlens: Boundaries | None = None,
         cu_seqlens_padded: Boundaries | None = None,
         sink: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        dropout: Dropout | None = None,
         softmax_scale: float | None = None,
         kernel: str = "auto",
     ) -> Tensor:
@@ -169,7 +173,8 @@ class TwoDAttention:
             )
         except UserError as error:
             mask = error
-        chosen = self._prepare(query, key, value, mask, sink, softmax_scale, kernel)
+        changes = ScoreChanges(alibi_slopes, dropout)
+        chosen = self._prepare(query, key, value, mask, sink, softmax_scale, kernel, changes)
         assert isinstance(mask, Mask)
         heads, kv_heads = query.shape[2], key.shape[2]
         query_shares = even_shares(heads, self.heads.size)
@@ -181,6 +186,7 @@ class TwoDAttention:
             scale=query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
             query_shares=query_shares,
             key_shares=serving_shares(query_shares, heads, kv_heads),
+            edits=changes.edits(query_shares[self.heads.place.position], heads, kv_heads, query),
         )
         return _TwoDAttentionFunction.apply(query, key, value, sink, how)
 
@@ -202,6 +208,7 @@ class TwoDAttention:
         sink: Tensor | None,
         softmax_scale: float | None,
         kernel: str,
+        changes: ScoreChanges,
     ) -> BlockKernel:
         """Checks the inputs, here and across the ranks; all ranks raise or none does."""
         problem: UserError | None = None
@@ -209,6 +216,7 @@ class TwoDAttention:
         try:
             check_inputs(query, key, value, self.heads.size, softmax_scale)
             check_sink(sink, query)
+            changes.check(query, kernel)
             if isinstance(mask, UserError):
                 raise mask
             chosen = choose_kernel(kernel, query.dtype, query.device)
@@ -218,6 +226,7 @@ class TwoDAttention:
             self._agreement.verify(
                 describe_inputs(query, key, value, sink)
                 | describe_mask(mask)
+                | changes.describe()
                 | {
                     "softmax_scale": softmax_scale,
                     "kernel": chosen.name if chosen else kernel,
@@ -246,6 +255,8 @@ def two_d_attention(
     cu_seqlens: Boundaries | None = None,
     cu_seqlens_padded: Boundaries | None = None,
     sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
     softmax_scale: float | None = None,
     kernel: str = "auto",
     window_size: int | None = None,
@@ -281,6 +292,10 @@ def two_d_attention(
         sink: ``[a]``, one logit per query head that takes part in the softmax and has no value.
             Its gradient on a rank is that of the rank's rows and heads: the sum over all ranks of
             the grid is the whole.
+        alibi_slopes: ``[a]``: a score is less by the slope of its head times the distance of query
+            and key (ALiBi). No gradient. The plain torch kernel computes it, in tiles.
+        dropout: of attention weights; likewise. The same seed drops the same weights in every
+            layout.
         softmax_scale: factor of the scores; ``d ** -0.5`` if not given.
         kernel: ``"aten"``, ``"flash"``, ``"reference"``, or ``"auto"``; see
             :mod:`..softmax.block_kernels`.
@@ -327,6 +342,8 @@ def two_d_attention(
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
         sink=sink,
+        alibi_slopes=alibi_slopes,
+        dropout=dropout,
         softmax_scale=softmax_scale,
         kernel=kernel,
     )
@@ -338,6 +355,7 @@ class _How:
 
     Attributes:
         query_shares, key_shares: the heads of each rank of the head group.
+        edits: of the scores of this rank's heads.
     """
 
     operator: TwoDAttention
@@ -346,6 +364,7 @@ class _How:
     scale: float
     query_shares: Shares
     key_shares: Shares
+    edits: ScoreEdits | None
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """Exchanges heads for tokens; documents that are zigzags by themselves stay in turn.
@@ -401,6 +420,7 @@ class _TwoDAttentionFunction(torch.autograd.Function):
                 scale=how.scale,
                 sink=own_sink,
                 query_rows=rows,
+                edits=how.edits,
             ),
             q.shape[0],
         )
@@ -431,5 +451,6 @@ class _TwoDAttentionFunction(torch.autograd.Function):
             plan=how.plan,
             scale=how.scale,
             moves=how.operator.backward_ring,
+            edits=how.edits,
         )
         return *how.to_tokens(dq, dk, dv), dsink, None

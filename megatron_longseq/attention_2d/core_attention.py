@@ -26,6 +26,7 @@ from ..process_groups import ContextParallelGroups
 from ..softmax.ring_attention import BackwardRing, backward_bytes
 from ..split_parameters import device_of, per_head
 from .attention import TwoDAttention
+from .changes import Dropout
 
 CAUSAL = (AttnMaskType.causal,)
 FULL = (AttnMaskType.no_mask,)
@@ -105,11 +106,8 @@ class TwoDCoreAttention(MegatronModule):
         **_unused: Any,
     ) -> None:
         super().__init__(config=config)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout > 0.0:
-            raise UserError(
-                f"--attention-dropout {dropout}: 2D attention has none; use --attention-dropout 0"
-            )
+        given = attention_dropout
+        self.dropout = config.attention_dropout if given is None else given
         if attention_type != "self":
             raise UserError(f"2D attention is self attention, not {attention_type} attention")
         grid = operator.heads.size * operator.ring.size
@@ -188,6 +186,7 @@ class TwoDCoreAttention(MegatronModule):
             "causal": mask_type in CAUSAL,
             "window": self.window,
             "sink": self.softmax_offset,
+            "dropout": self._dropout(query.shape[-2]),
             "softmax_scale": self.softmax_scale,
             "kernel": self.kernel,
         }
@@ -210,6 +209,17 @@ class TwoDCoreAttention(MegatronModule):
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             return self.operator(query, key, value, **documents, **options).flatten(1)
         return out.reshape(*out.shape[:2], -1)
+
+    def _dropout(self, heads: int) -> Dropout | None:
+        """Of this call, in training.
+
+        Its seed is the next number of PyTorch's generator on the CPU, whose state Megatron's
+        checkpoints bring back: a recomputed layer drops what it has dropped.
+        """
+        if self.dropout == 0 or not self.training:
+            return None
+        seed = int(torch.randint(2**62, (1,), device="cpu"))
+        return Dropout(self.dropout, seed, first_head=self.tp_group.rank() * heads)
 
     def _documents(self, packed: Any) -> dict[str, Tensor]:
         """The operator's arguments for documents in Megatron's ``"thd"`` format."""
@@ -250,9 +260,12 @@ class TwoDCoreAttention(MegatronModule):
 
         # Where the CPU platform stands in for CUDA, it is the CPU that a tensor comes to lie on.
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
+        name = "reference" if self.dropout > 0 else self.kernel
+        kernel = choose_kernel(name, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
         more = "" if self.window is None else f", window {self.window}"
+        if self.dropout > 0:
+            more += f" in training, for dropout {self.dropout}"
         if ring > 1:
             more += f", {self._moves()} go round backward"
         if self.softmax_offset is not None:
@@ -262,6 +275,8 @@ class TwoDCoreAttention(MegatronModule):
     def _moves(self) -> str:
         """What goes round the ring backward, keys or queries, of blocks that travel whole."""
         config, operator = self.config, self.operator
+        if self.dropout > 0:
+            return "keys"
         if operator.backward_ring != "auto":
             return operator.backward_ring
         tensor = self.tp_group.size()

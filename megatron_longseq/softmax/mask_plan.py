@@ -184,6 +184,19 @@ class MaskPlan:
             before += used.stop - used.start
         return tuple(moved)
 
+    def places(self, position: int) -> Tensor:
+        """Where the rows of the block of ring ``position`` are in the row: int64 ``[rows]``.
+
+        Differences inside a document are its own; of padding the places are 0.
+        """
+        documents = self.mask.documents
+        found = torch.zeros(self.rows, dtype=torch.int64)
+        for number, runs in self._runs[position].items():
+            begin = 0 if documents is None else documents.boundaries[number]
+            for run in runs:
+                found[run.rows] = torch.arange(begin + run.place, begin + run.place + run.length)
+        return found
+
     def pairs(self, position: int | None = None) -> int:
         """Pairs of a query row and a key that it sees, of one ring position or of all."""
         owners = range(self.grid.ring)

@@ -33,10 +33,10 @@ class ReferenceKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``out = softmax(scale * Q K^T) V`` and its log-sum-exp, in fp32 (fp64 for fp64)."""
-        q, k, v = _wide(query, key, value)
-        scores = _scores(q, k, causal, scale, visible, band)
+        q, k, v = widened(query, key, value)
+        scores = masked_scores(q, k, causal, scale, visible, band)
         lse = scores.logsumexp(-1)
-        probabilities = _exp_of_difference(scores, lse)
+        probabilities = exp_of_difference(scores, lse)
         out = torch.einsum("bgrqk,kbgd->qbgrd", probabilities, v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
@@ -55,11 +55,11 @@ class ReferenceKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``P = exp(scale Q K^T - lse)``, ``dS = P (dO V^T - Delta)``, and the three products."""
-        q, k, v, dout = _wide(query, key, value, out_gradient)
+        q, k, v, dout = widened(query, key, value, out_gradient)
         groups = key.shape[2]
         lse = lse.unflatten(1, (groups, -1))
         delta = (dout * out.to(dout.dtype)).sum(-1).permute(1, 2, 0).unflatten(1, (groups, -1))
-        p = _exp_of_difference(_scores(q, k, causal, scale, visible, band), lse)
+        p = exp_of_difference(masked_scores(q, k, causal, scale, visible, band), lse)
         dout = dout.unflatten(2, (groups, -1))
         dv = torch.einsum("bgrqk,qbgrd->kbgd", p, dout)
         dp = torch.einsum("qbgrd,kbgd->bgrqk", dout, v)
@@ -69,11 +69,12 @@ class ReferenceKernel:
         return dq, dk, dv
 
 
-def _wide(*tensors: Tensor) -> list[Tensor]:
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in fp32, fp64 ones as they are."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
-def _scores(
+def masked_scores(
     query: Tensor,
     key: Tensor,
     causal: bool,
@@ -93,7 +94,7 @@ def _scores(
     return scores
 
 
-def _exp_of_difference(scores: Tensor, lse: Tensor) -> Tensor:
+def exp_of_difference(scores: Tensor, lse: Tensor) -> Tensor:
     """``exp(scores - lse)``; 0 in rows that see no key, whose lse is -inf."""
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     return (scores - lse.unsqueeze(-1)).exp()

@@ -19,6 +19,7 @@ partial results.
 Source: what circulates backward, BurstAttention, arXiv 2403.09347.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from ..token_layout import Rectangle
 from .block_kernels import BlockKernel
 from .mask_plan import MaskPlan, tiles
 from .online_softmax import OnlineSoftmax
+from .score_edits import ScoreEdits, small_parts
 from .sink import add_sink
 
 # Which side of attention goes round the ring in its backward; "auto": the one of fewer bytes.
@@ -91,6 +93,7 @@ def ring_attention_forward(
     scale: float,
     sink: Tensor | None = None,
     query_rows: slice | None = None,
+    edits: ScoreEdits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to the keys and values of all ranks of the ring.
 
@@ -101,6 +104,7 @@ def ring_attention_forward(
         scale: factor of the scores.
         sink: ``[a]``, a logit per query head that takes part in the softmax and has no value.
         query_rows: the first rows alone, ``slice(0, n)``; all if not given. The same on all ranks.
+        edits: ALiBi and dropout; they bring a kernel of their own.
 
     Returns:
         The output ``[rows, b, a, dv]`` in the dtype of the query, and the log-sum-exp
@@ -119,11 +123,12 @@ def ring_attention_forward(
     )
     nothing = True
     for owner, (k, v) in _way(ring, plan).circulate(key, value):
-        for whole in _parts(plan, kernel, ring.position, owner):
+        kernel_of = _kernels(plan, kernel, edits, ring.position, owner, query.device)
+        for whole in _parts(plan, kernel, ring.position, owner, edits):
             part = whole.up_to(wanted)
             if part is None:
                 continue
-            out, lse = kernel.forward(
+            out, lse = kernel_of(part).forward(
                 query[part.queries],
                 k[part.keys],
                 v[part.keys],
@@ -151,14 +156,38 @@ def _way(ring: Ring, plan: MaskPlan) -> Ring | RowExchange:
     return ring
 
 
+def _kernels(
+    plan: MaskPlan,
+    kernel: BlockKernel,
+    edits: ScoreEdits | None,
+    position: int,
+    owner: int,
+    device: torch.device,
+) -> Callable[[Rectangle], BlockKernel]:
+    """The kernel of each part of what ``position`` sees of ``owner``."""
+    if edits is None:
+        return lambda _: kernel
+    queries, keys = plan.places(position), plan.places(owner)
+    if plan.sparse and owner != position:
+        keys = torch.cat([keys[rows] for rows in plan.rows_used(position, owner)] or [keys[:0]])
+    queries, keys = queries.to(device), keys.to(device)
+    return lambda part: edits.kernel(queries[part.queries], keys[part.keys])
+
+
 def _parts(
-    plan: MaskPlan, kernel: BlockKernel, position: int, owner: int
+    plan: MaskPlan,
+    kernel: BlockKernel,
+    position: int,
+    owner: int,
+    edits: ScoreEdits | None = None,
 ) -> tuple[Rectangle, ...] | list[Rectangle]:
-    """The rectangles of the plan; bands in tiles for a kernel to which they are matrices."""
+    """The rectangles of the plan; in tiles for a kernel to which they, or bands, are matrices."""
     if plan.sparse and owner != position:
         parts = plan.rectangles_of_used_rows(position, owner)
     else:
         parts = plan.rectangles(position, owner)
+    if edits is not None:
+        return [small for part in parts for small in small_parts(part)]
     if kernel.skips_outside_bands or all(part.band is None for part in parts):
         return parts
     return [tile for part in parts for tile in tiles(part)]
@@ -177,6 +206,7 @@ def ring_attention_backward(
     plan: MaskPlan,
     scale: float,
     moves: BackwardRing = "keys",
+    edits: ScoreEdits | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of :func:`ring_attention_forward`, but for that of its sink.
 
@@ -184,12 +214,13 @@ def ring_attention_backward(
         out_gradient: ``[rows, b, a, dv]``.
         out, lse: what the forward returned; the rest as given to it.
         moves: what goes round. Rows that travel alone, because the plan leaves little of other
-            blocks to be seen, are those of keys and values.
+            blocks to be seen, are those of keys and values; with edits keys go round, as each rank
+            knows the seed of its own queries.
 
     Returns:
         dQ, dK, dV in the shapes and dtypes of query, key and value.
     """
-    if queries_move(query, key, value, ring=ring, plan=plan, moves=moves):
+    if edits is None and queries_move(query, key, value, ring=ring, plan=plan, moves=moves):
         return _queries_round(
             out_gradient,
             query,
@@ -205,8 +236,9 @@ def ring_attention_backward(
     query_gradient: Tensor | None = None
     with _way(ring, plan).circulate_with_gradients(key, value) as rotation:
         for owner, (k, v), gradient in rotation:
-            for part in _parts(plan, kernel, ring.position, owner):
-                dq, dk, dv = kernel.backward(
+            kernel_of = _kernels(plan, kernel, edits, ring.position, owner, query.device)
+            for part in _parts(plan, kernel, ring.position, owner, edits):
+                dq, dk, dv = kernel_of(part).backward(
                     out_gradient[part.queries],
                     query[part.queries],
                     k[part.keys],

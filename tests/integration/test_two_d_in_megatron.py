@@ -287,6 +287,29 @@ def test_padding_is_no_part_of_a_packed_document(megatron_ranks, tmp_path, corpu
     assert losses(found) == pytest.approx(plain, rel=1e-6)
 
 
+def test_a_recomputed_layer_drops_what_it_has_dropped(megatron_ranks, tmp_path, corpus):
+    flags = f"{TWO_D} --context-parallel-size 2 --attention-dropout 0.3"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ways = {
+        "none": "",
+        "selective": "--recompute-granularity selective",
+        "full": full,
+        "kept": f"{full} --longseq-keep-attention-output",
+    }
+    found = {
+        name: losses(
+            train(megatron_ranks, tmp_path / name, f"{flags} {way}", processes=2, data=corpus)
+        )
+        for name, way in ways.items()
+    }
+    for name in ways:
+        assert found[name] == pytest.approx(found["none"], rel=1e-6), name
+    without = f"{TWO_D} --context-parallel-size 2"
+    plain = losses(train(megatron_ranks, tmp_path / "0", without, processes=2, data=corpus))
+    assert plain != pytest.approx(found["none"], rel=1e-4)
+    assert "kernel reference in training, for dropout 0.3" in log(tmp_path / "none")
+
+
 def two_models_of_different_heads():
     """Outputs of two models built in one process, run by turns, against each alone."""
     import torch
@@ -386,7 +409,11 @@ def test_two_models_with_other_head_counts_share_a_process(megatron_ranks):
             "--max-position-embeddings 62",
             ["--max-position-embeddings 62", "fills 62 tokens up to 64", "nearest: 64"],
         ),
-        (1, "--attention-dropout 0.1", ["--attention-dropout 0.1", "use --attention-dropout 0"]),
+        (
+            1,
+            "--attention-dropout 0.1 --longseq-attention-kernel aten",
+            ["--attention-dropout 0.1", "use --longseq-attention-kernel auto or reference"],
+        ),
         (2, "--context-parallel-size 2 --cp-comm-type p2p", ["--cp-comm-type p2p"]),
         (
             2,
