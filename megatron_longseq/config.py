@@ -17,8 +17,7 @@ from .errors import UserError, check_at_least_one
 from .lasp import presets
 from .lasp.requirements import MEGATRON_SIZES, check_hybrid_pattern, check_linear
 from .memory import zero_presets
-from .memory.requirements import OPTIONS as KEEP_OPTIONS
-from .memory.requirements import check_keep_attention
+from .memory.requirements import SHARES, check_keep_attention
 from .metp.requirements import check_metp, parse_min_tokens
 
 # A year: what a clock of the transport can still count.
@@ -154,6 +153,12 @@ class LongSeqTransformerConfig(TransformerConfig):
         "Share of a rank's tokens whose softmax attention is kept, those that cost most.",
         type=float,
         metavar="SHARE",
+    )
+    longseq_keep_attention_offload: bool = _option(
+        False,
+        "Keep it in host memory: copied there beside the layers that follow, and back one layer "
+        "ahead of its use.",
+        action="store_true",
     )
     longseq_zero: str = _option(
         "none",
@@ -402,7 +407,7 @@ def check_options(values: dict[str, Any]) -> None:
         "longseq_network_cards_per_node",
     ):
         check_at_least_one(flag_of(name), values[name])
-    for name in KEEP_OPTIONS:
+    for name in SHARES:
         if not 0 < values[name] <= 1:
             raise UserError(f"{flag_of(name)} {values[name]}: must be more than 0 and at most 1")
     for field in options():

@@ -36,7 +36,7 @@ from .lasp.layer import LinearAttention, LinearAttentionSubmodules
 from .lasp.requirements import check_positions, linear_layers, preset_of
 from .lasp.runtime import LinearRuntime
 from .lasp.sequence_chunks import InstallSequenceChunks
-from .memory.recomputed_layer import RecomputedLayer
+from .memory.recomputed_layer import LayerOffload, RecomputedLayer
 from .memory.requirements import take_over_recompute
 from .metp.language_model import InstallMetp
 from .metp.linears import ColumnShardLinear, RowShardLinear
@@ -118,6 +118,7 @@ def recompute_layers(spec: TransformerBlockSubmodules, config: Any) -> None:
     layers = [copy.deepcopy(layer) for layer in spec.layer_specs]
     recomputed = len(layers) if method == "uniform" else min(count or 0, len(layers))
     keeping = max(1, round(config.longseq_keep_attention_layers * recomputed))
+    offload = LayerOffload() if config.longseq_keep_attention_offload else None
     for index, layer in enumerate(layers[:recomputed]):
         if layer.module is not TransformerLayer:
             raise UserError(
@@ -126,7 +127,7 @@ def recompute_layers(spec: TransformerBlockSubmodules, config: Any) -> None:
             )
         layer.module = RecomputedLayer
         share = config.longseq_keep_attention_tokens if index < keeping else 0.0
-        layer.params = {**(layer.params or {}), "kept_share": share}
+        layer.params = {**(layer.params or {}), "kept_share": share, "offload": offload}
     spec.layer_specs = layers
 
 

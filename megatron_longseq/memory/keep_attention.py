@@ -15,12 +15,15 @@ order, as pipelines have them; what is kept dies with the call.
 Source: LoongTrain, arXiv 2406.18485 (Selective Checkpoint++).
 """
 
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .offload import HostStore, Offloaded
 
 _CURRENT: ContextVar["Kept | None"] = ContextVar("longseq_kept", default=None)
 
@@ -31,14 +34,26 @@ class Kept:
     Args:
         function: what the checkpoint is to run.
         share: of its rows that an operator which can tell rows apart keeps, from 0 to 1.
+        store: keeps them in host memory; on their device if not given.
+        before: the call whose second run follows this one's, whose results are fetched from the
+            host meanwhile.
     """
 
-    def __init__(self, function: Callable[..., Any], share: float = 1.0) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        share: float = 1.0,
+        *,
+        store: HostStore | None = None,
+        before: "Kept | None" = None,
+    ) -> None:
         self._function = function
         self.share = share
         self.recording = True
         self._runs = 0
-        self._items: list[tuple[Tensor, ...]] = []
+        self._items: list[tuple[Tensor, ...] | Offloaded] = []
+        self._store = store
+        self._before = None if before is None else weakref.ref(before)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function; the first time it keeps, then it gives back."""
@@ -46,6 +61,8 @@ class Kept:
         self._runs += 1
         if self.recording:
             self._items.clear()
+        else:
+            self._fetch()
         token = _CURRENT.set(self)
         try:
             return self._function(*args)
@@ -55,7 +72,16 @@ class Kept:
 
     def keep(self, tensors: tuple[Tensor, ...]) -> None:
         """Holds the results of one operator until the second run."""
-        self._items.append(tuple(tensor.detach() for tensor in tensors))
+        held = tuple(tensor.detach() for tensor in tensors)
+        self._items.append(held if self._store is None else self._store.put(held))
+
+    def _fetch(self) -> None:
+        """Begins the way back of what is on the host, here and for the next second run."""
+        before = None if self._before is None else self._before()
+        for kept in (self, before):
+            for item in [] if kept is None else kept._items:
+                if isinstance(item, Offloaded):
+                    item.fetch()
 
     def take(self) -> tuple[Tensor, ...]:
         """The results of the next operator, which are then held here no longer.
@@ -68,12 +94,18 @@ class Kept:
                 "a recomputed layer asks for more results than its first run has kept: it must "
                 "run the same operators in the same order"
             )
-        return self._items.pop(0)
+        item = self._items.pop(0)
+        return item.get() if isinstance(item, Offloaded) else item
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the tensors that are held."""
-        return sum(t.numel() * t.element_size() for item in self._items for t in item)
+        """Bytes of the tensors that are held, wherever they are."""
+        return sum(
+            item.host_bytes
+            if isinstance(item, Offloaded)
+            else sum(t.numel() * t.element_size() for t in item)
+            for item in self._items
+        )
 
 
 def kept_results() -> tuple[Tensor, ...] | None:

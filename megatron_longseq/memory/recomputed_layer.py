@@ -5,6 +5,8 @@ tells them apart. So the layer checkpoints itself, with Megatron's own checkpoin
 told not to.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from .keep_attention import Kept
+from .offload import HostStore
 
 
 class RecomputedLayer(TransformerLayer):
@@ -20,11 +23,15 @@ class RecomputedLayer(TransformerLayer):
 
     Args:
         kept_share: of the rows of attention's output that are kept, 0 to 1; 0 recomputes all.
+        offload: keeps them in host memory, with those of the other layers; ``None``: on the GPU.
     """
 
-    def __init__(self, *args: Any, kept_share: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, kept_share: float, offload: "LayerOffload | None" = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.kept_share = kept_share
+        self.offload = offload
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As Megatron's; in evaluation it is Megatron's."""
@@ -39,7 +46,11 @@ class RecomputedLayer(TransformerLayer):
         def run(hidden: Tensor) -> tuple[Any, Any]:
             return forward(hidden, *args, **kwargs)
 
-        function = Kept(run, self.kept_share) if self.kept_share > 0 else run
+        function: Any = run
+        if self.kept_share > 0 and self.offload is not None:
+            function = self.offload.kept(run, self.kept_share)
+        elif self.kept_share > 0:
+            function = Kept(run, self.kept_share)
         return tensor_parallel.checkpoint(
             function, self.config.distribute_saved_activations, hidden_states
         )
@@ -49,4 +60,24 @@ class RecomputedLayer(TransformerLayer):
         if self.kept_share == 0:
             return "recomputed"
         share = "" if self.kept_share == 1 else f", {self.kept_share:.0%} of its rows"
-        return f"recomputed but for its attention{share}"
+        where = "" if self.offload is None else ", kept in host memory"
+        return f"recomputed but for its attention{share}{where}"
+
+
+class LayerOffload:
+    """The host memory of a model's layers, and the order in which they have kept."""
+
+    def __init__(self) -> None:
+        self.store = HostStore()
+        self._last: weakref.ref[Kept] | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "LayerOffload":
+        # Megatron copies specs; the layers share one.
+        return self
+
+    def kept(self, function: Callable[..., Any], share: float) -> Kept:
+        """The function of one call of a checkpoint, after that of the layer before."""
+        before = None if self._last is None else self._last()
+        kept = Kept(function, share, store=self.store, before=before)
+        self._last = weakref.ref(kept)
+        return kept

@@ -6,8 +6,9 @@ from ..errors import UserError
 from ..unsupported import check_unsupported, unsupported
 
 FLAG = "--longseq-keep-attention-output"
-# Options that only it reads.
-OPTIONS = ("longseq_keep_attention_layers", "longseq_keep_attention_tokens")
+# Options that only it reads: shares, and where it is kept.
+SHARES = ("longseq_keep_attention_layers", "longseq_keep_attention_tokens")
+OPTIONS = (*SHARES, "longseq_keep_attention_offload")
 
 UNSUPPORTED = (
     unsupported(

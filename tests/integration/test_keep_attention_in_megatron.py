@@ -101,6 +101,7 @@ def in_every_way(context, tensor, options):
         "nothing": {},
         "full": FULL,
         "kept": FULL | keep,
+        "on the host": FULL | keep | {"longseq_keep_attention_offload": True},
         "two of three layers": FULL | keep | {"longseq_keep_attention_layers": 0.67},
         "half of the tokens": FULL | keep | {"longseq_keep_attention_tokens": 0.5},
         "a block of one": FULL | keep | {"recompute_method": "block", "recompute_num_layers": 1},
@@ -150,6 +151,7 @@ def test_softmax_attention_runs_once_per_layer_and_micro_batch(megatron_ranks_fp
             "nothing": once,
             "full": once + again * LAYERS,
             "kept": once,
+            "on the host": once,
             "two of three layers": once + again,
             "half of the tokens": once + again * LAYERS,  # over fewer rows
             "a block of one": once,
@@ -163,6 +165,7 @@ def test_states_of_linear_layers_do_not_travel_again(megatron_ranks_fp64):
         (_, scans, halos), _ = found["nothing"]
         assert scans and halos
         assert found["kept"][0] == found["nothing"][0] == found["a block of one"][0]
+        assert found["on the host"][0] == found["nothing"][0]
         assert found["full"][0][1] == scans + 2 * 3 * LAYERS
         assert found["full"][0][2] == halos + 2 * 3 * LAYERS
 
@@ -171,7 +174,7 @@ def test_metp_circulates_no_keys_again(megatron_ranks_fp64):
     options = {"longseq_tensor_parallel": "metp"}
     for found in megatron_ranks_fp64.run(in_every_way, world_size=2, args=(1, 2, options)):
         assert max(difference for _, difference in found.values()) < 1e-12
-        assert found["kept"][0] == found["nothing"][0]
+        assert found["kept"][0] == found["on the host"][0] == found["nothing"][0]
         assert found["full"][0][0] == found["nothing"][0][0] + 2 * 3 * LAYERS * 2  # two shards
 
 
@@ -245,9 +248,9 @@ def test_a_run_keeps_its_losses(megatron_ranks, tmp_path, corpus, flags, ranks):
         megatron_ranks,
         tmp_path / "kept",
         f"{two_d} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --longseq-keep-attention-output",
+        "--recompute-num-layers 1 --longseq-keep-attention-output --longseq-keep-attention-offload",
         processes=ranks,
         data=corpus,
     )
     assert losses(kept) == pytest.approx(losses(plain), rel=1e-6)
-    assert "recomputed but for its attention" in log(tmp_path / "kept")
+    assert "recomputed but for its attention, kept in host memory" in log(tmp_path / "kept")
