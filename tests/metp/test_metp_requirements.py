@@ -25,6 +25,8 @@ REFUSED_VALUES = {
     "softmax_type": ("off-by-one", "off-by-one"),
     "attention_dropout": ("0.1", 0.1),
     "linear_attention_freq": ("2", 2),
+    "hybrid_layer_pattern": ("*-*-", "*-*-"),
+    "longseq_layer_pattern": (None, "*-*-"),
     "transformer_impl": ("inference_optimized", "inference_optimized"),
     "fp8": ("hybrid", "hybrid"),
     "fp4": ("e2m1", "e2m1"),
