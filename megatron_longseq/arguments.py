@@ -48,6 +48,9 @@ TWO_D_OPTIONS = (
     "longseq_network_cards_per_node",
 )
 
+# Options that only a ring of more than one rank reads.
+RING_OPTIONS = ("longseq_backward_ring", "longseq_ring_gradient_dtype")
+
 # Options that only METP reads.
 METP_OPTIONS = ("longseq_metp_min_tokens", "longseq_metp_shards_per_step", "longseq_mlp_tiles")
 
@@ -138,8 +141,8 @@ def derived_arguments(args: argparse.Namespace) -> dict[str, Any]:
     derived: dict[str, Any] = zero_presets.preset_arguments(
         args, over_gloo=cpu_platform.is_installed()
     )
-    derived[SAMPLE_LENGTH] = sample_length(args)
-    derived["longseq_layer_pattern"] = args.hybrid_layer_pattern
+    if args.longseq_pad_sequence:
+        derived[SAMPLE_LENGTH] = sample_length(args)
     if cpu_platform.is_installed() and (args.use_megatron_fsdp or args.use_torch_fsdp2):
         # Megatron wants more than one connection of a GPU then, and counts those of a CPU.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
@@ -307,6 +310,15 @@ def _check_two_d_attention(args: argparse.Namespace, given: dict[str, Any]) -> N
         _refuse_without(given, TWO_D_OPTIONS, "--context-parallel-size greater than 1")
     elif args.num_attention_heads is not None:
         split = _factorisation(args)
+        if split.ring == 1:
+            more = f"a ring: --longseq-head-parallel-size less than {split.head_parallel}"
+            _refuse_without(given, RING_OPTIONS, more)
+        if args.attention_dropout > 0 and args.longseq_backward_ring == "queries":
+            raise UserError(
+                f"--longseq-backward-ring queries: with --attention-dropout "
+                f"{args.attention_dropout} keys go round, as each rank knows what its own queries "
+                "drop; use auto or keys"
+            )
         if args.longseq_tensor_parallel != "metp":
             ring_windows(args, split)
 

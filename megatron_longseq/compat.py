@@ -105,6 +105,7 @@ def model_config(
             "so that --longseq-.. options would have no effect; leave out the flag that chooses it "
             "(--modelopt-enabled)"
         )
+    args.longseq_layer_pattern = args.hybrid_layer_pattern  # for the checks of the config
     if config is None:
         config = argument_utils.core_transformer_config_from_args(args, config_class)
         if args.multi_latent_attention and not isinstance(config, config_class):

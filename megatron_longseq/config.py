@@ -284,6 +284,7 @@ def check_methods(config: TransformerConfig) -> None:
         check_metp(config)
     check_linear(config)
     check_hybrid_pattern(config)
+    check_latent_attention(config)
     check_two_d_attention(config)
     check_keep_attention(config)
 
@@ -311,14 +312,29 @@ def check_two_d_attention(config: TransformerConfig) -> None:
                 f"it works with {allowed}"
             )
 
+    check_window(getattr(config, "window_size", None))
+
+
+def check_latent_attention(config: TransformerConfig) -> None:
+    """Checks multi-latent attention where Megatron's local layers compute it.
+
+    Raises:
+        UserError: they have no core attention for it, or would train on wrong gradients.
+    """
+    if not config.multi_latent_attention or config.transformer_impl != "local":
+        return
+    if config.longseq_context_parallel != "2d":
+        raise UserError(
+            "--multi-latent-attention: Megatron's local layers have no core attention for it; add "
+            "--longseq-context-parallel 2d, or use Transformer Engine's layers"
+        )
     tensor = config.tensor_model_parallel_size
-    if config.multi_latent_attention and config.transformer_impl == "local" and tensor > 1:
+    if tensor > 1:
         raise UserError(
             f"--tensor-model-parallel-size {tensor}: with --multi-latent-attention Megatron's "
             "local layers do not add up, over these ranks, the gradient of the key that all heads "
             "share; use 1, or Transformer Engine's layers"
         )
-    check_window(getattr(config, "window_size", None))
 
 
 def check_window(sizes: Any) -> None:

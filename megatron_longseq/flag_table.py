@@ -158,6 +158,12 @@ RULES: tuple[FlagRule, ...] = (
         )
         for when, reason, refuses in (
             (
+                "with --multi-latent-attention",
+                "Megatron's latent attention takes documents for rows laid one behind the other; "
+                "leave one of the two out",
+                lambda args: args.multi_latent_attention,
+            ),
+            (
                 "where neither 2D nor linear attention computes a layer",
                 "Megatron's own attention would let documents see one another here; use "
                 "--longseq-context-parallel 2d",
@@ -234,6 +240,22 @@ RULES: tuple[FlagRule, ...] = (
             and _two_d(args)
             and args.longseq_attention_kernel not in ("auto", "reference")
         ),
+    ),
+    FlagRule(
+        "--attention-dropout",
+        "attention_dropout",
+        "refused",
+        "greater than 0 with --longseq-linear-attention in all layers",
+        "only softmax attention drops weights; leave it out",
+        refuses=lambda args: args.attention_dropout > 0 and _all_linear(args),
+    ),
+    FlagRule(
+        "--hybrid-override-pattern",
+        "hybrid_override_pattern",
+        "refused",
+        "always",
+        "it is Megatron's old name of --hybrid-layer-pattern; use that",
+        refuses=lambda args: args.hybrid_override_pattern is not None,
     ),
     FlagRule(
         "--window-size",

@@ -29,7 +29,7 @@ from .data.corpus import TrainingTokenizer, check_data_path
 from .errors import NodeError, UserError
 from .measurement.step_records import StepRecorder
 from .packed_rows import PackedRows
-from .sequence_padding import SAMPLE_LENGTH, pad_batch, pad_documents, sample_length, weight_of_rank
+from .sequence_padding import pad_batch, pad_documents, sample_length, weight_of_rank
 from .token_layout import contiguous_tokens
 
 # What Megatron's batch functions read, whether or not this job has it.
@@ -52,7 +52,6 @@ DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 # Fields of Megatron's data set config that bear another name among its arguments.
 _DATASET_ARGUMENTS = {
     "random_seed": "seed",
-    "sequence_length": SAMPLE_LENGTH,
     "path_to_cache": "data_cache_path",
     "create_attention_mask": "create_attention_mask_in_dataloader",
     "fast_cache_load": "dataloader_fast_cache_load",
@@ -279,6 +278,7 @@ class GPTTraining(AbstractContextManager):
         """Megatron's data set config, filled from the arguments of the same meaning."""
         args = self.args
         values: dict[str, Any] = {"tokenizer": get_tokenizer()}
+        values["sequence_length"] = sample_length(args)
         values["blend"], values["blend_per_split"] = get_blend_and_blend_per_split(args)
         for field in dataclasses.fields(GPTDatasetConfig):
             name = _DATASET_ARGUMENTS.get(field.name, field.name)

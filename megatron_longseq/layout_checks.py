@@ -69,7 +69,8 @@ def check_layout(args: Any, world_size: int) -> None:
     _check_pipeline(args, pipeline)
     if args.sequence_parallel and tensor > 1:
         _must_divide("--tensor-model-parallel-size", tensor, "--seq-length", args.seq_length)
-    if context > 1 and args.seq_length % (2 * context):
+    cut = context > 1 or args.longseq_context_parallel == "2d"  # into pairs of pieces
+    if cut and args.seq_length % (2 * context):
         step = 2 * context
         raise UserError(
             f"--seq-length {args.seq_length}: must be a multiple of 2 x --context-parallel-size "
@@ -94,8 +95,17 @@ def check_layout(args: Any, world_size: int) -> None:
 
 
 def _check_pipeline(args: Any, pipeline: int) -> None:
+    pattern = args.hybrid_layer_pattern
+    if pattern is not None and "|" not in pattern and pipeline > 1:
+        layers = args.num_layers
+        _must_divide(
+            "--pipeline-model-parallel-size",
+            pipeline,
+            f"the layers of --hybrid-layer-pattern {pattern}, or | name the stages:",
+            layers,
+        )
     uneven = (
-        args.hybrid_layer_pattern is not None
+        pattern is not None
         or args.pipeline_model_parallel_layout is not None
         or args.decoder_first_pipeline_num_layers is not None
         or args.decoder_last_pipeline_num_layers is not None

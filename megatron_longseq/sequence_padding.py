@@ -26,10 +26,9 @@ SAMPLE_LENGTH = "longseq_sample_length"
 def divisor(args: Any) -> int:
     """What the length of a sequence must be a multiple of in a layout."""
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    pieces = 1 if args.longseq_linear_layout == "contiguous" else 2
     context, chunks = args.context_parallel_size, args.longseq_sequence_chunks
     cut = context > 1 or args.longseq_context_parallel == "2d"  # 2D attention takes pairs of pieces
-    each = lcm(pieces * context, context * tensor) if cut else tensor
+    each = lcm(2 * context, context * tensor) if cut else tensor
     if args.longseq_tensor_parallel == "metp":
         each = 2 * context * args.tensor_model_parallel_size
     return each * chunks
@@ -42,9 +41,15 @@ def padded_length(args: Any) -> int:
 
 
 def pad_arguments(args: argparse.Namespace) -> None:
-    """Makes ``seq_length`` the length of the batches, before anything is checked against it."""
+    """Makes ``seq_length`` the length of the batches, before anything is checked against it.
+
+    Raises:
+        UserError: there is no length to fill up, or something that does not go with it.
+    """
+    if args.seq_length is None:
+        raise UserError(f"{FLAG}: needs --seq-length N, the length of a sample")
     setattr(args, SAMPLE_LENGTH, args.seq_length)
-    if args.longseq_pad_sequence and args.seq_length is not None and args.seq_length > 0:
+    if args.seq_length > 0:
         _check(args)
         args.seq_length = padded_length(args)
         positions = args.max_position_embeddings
@@ -111,7 +116,7 @@ def weight_of_rank(count: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = count.clamp(min=1).to(torch.float64)
     everyone = count.to(torch.float64)
     dist.all_reduce(everyone, group=group)
-    return mine * group.size() / everyone
+    return mine * group.size() / everyone.clamp(min=1)  # of nothing, the loss is 0
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -20,11 +20,13 @@ class Dropout:
         probability: that a weight is dropped; the others grow by ``1 / (1 - probability)``.
         seed: of this call. The same seed drops the same weights, whatever the layout.
         first_head: number, in the whole model, of the first head that is given.
+        first_row: number, in the micro-batch, of the first row that is given.
     """
 
     probability: float
     seed: int
     first_head: int = 0
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,4 +91,5 @@ class ScoreChanges:
             slopes=None if self.slopes is None else self.slopes.detach()[mine],
             dropout=dropout.probability,
             seed=dropout.seed,
+            first_row=dropout.first_row,
         )

@@ -5,6 +5,7 @@ the same tokens. Everything between is :class:`..attention_2d.attention.TwoDAtte
 all layers of a model share one, with its buffers.
 """
 
+import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -182,7 +183,7 @@ class TwoDCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise UserError("--longseq-context-parallel 2d: an attention bias: not supported")
-        options = {
+        options: dict[str, Any] = {
             "causal": mask_type in CAUSAL,
             "window": self.window,
             "sink": self.softmax_offset,
@@ -194,15 +195,12 @@ class TwoDCoreAttention(MegatronModule):
             out = self.operator(query, key, value, **options)
         elif isinstance(packed_seq_params, PackedRows):
             # Documents differ from row to row.
-            rows = enumerate(packed_seq_params.boundaries)
-            parts = [
-                self.operator(
-                    *(tensor[:, row : row + 1] for tensor in (query, key, value)),
-                    cu_seqlens=boundaries,
-                    **options,
-                )
-                for row, boundaries in rows
-            ]
+            parts = []
+            for row, boundaries in enumerate(packed_seq_params.boundaries):
+                if options["dropout"] is not None:  # each row drops weights of its own
+                    options["dropout"] = dataclasses.replace(options["dropout"], first_row=row)
+                tensors = (tensor[:, row : row + 1] for tensor in (query, key, value))
+                parts.append(self.operator(*tensors, cu_seqlens=boundaries, **options))
             out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         else:
             documents = self._documents(packed_seq_params)
@@ -266,7 +264,7 @@ class TwoDCoreAttention(MegatronModule):
         more = "" if self.window is None else f", window {self.window}"
         if self.dropout > 0:
             more += f" in training, for dropout {self.dropout}"
-        if ring > 1:
+        if ring > 1 and self.window is None:  # of a short window rows of keys travel
             more += f", {self._moves()} go round backward"
         if self.softmax_offset is not None:
             more += f", {self.config.softmax_type} sinks"

@@ -266,6 +266,11 @@ def check_hybrid_pattern(config: Any) -> None:
                 f"{shown}: layers {' '.join(unknown)} need Transformer Engine; without it there "
                 "are G (linear attention), * (softmax attention), - (MLP) and | (stages)"
             )
+        if config.multi_latent_attention:
+            raise UserError(
+                f"--multi-latent-attention: {shown} needs Transformer Engine for it; use * layers "
+                "without it, or --num-layers instead of a pattern"
+            )
         if "G" in pattern and not linear:
             raise UserError(
                 f"{shown}: Megatron's own layer G needs Transformer Engine; add {FLAG} gdn"
@@ -274,8 +279,7 @@ def check_hybrid_pattern(config: Any) -> None:
         raise UserError(
             f"{FLAG} {config.longseq_linear_attention}: {shown} has no layer G, which it would be"
         )
-    if linear:
-        check_unsupported(config, NOT_IN_PATTERNS, shown)
+    check_unsupported(config, NOT_IN_PATTERNS, shown)
 
 
 def _check_chunks(config: Any, softmax: bool) -> None:

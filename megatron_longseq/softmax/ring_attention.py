@@ -364,7 +364,8 @@ def output_of_delta(out_gradient: Tensor, delta: Tensor) -> Tensor:
     """An output whose product with its gradient is Delta: all of it that a kernel's backward reads.
 
     Kernels take the output and compute Delta = rowsum(dO o O) themselves. ``dO * Delta / |dO|^2``
-    has the same, is no longer than the output, and need not travel.
+    has the same, is no longer than the output, and need not travel. In 16 bits what rounding has
+    changed of the product is made up for where the gradient is largest.
 
     Args:
         out_gradient: ``[rows, b, a, dv]``.
@@ -378,6 +379,10 @@ def output_of_delta(out_gradient: Tensor, delta: Tensor) -> Tensor:
     unit = out_gradient.to(delta.dtype) / largest  # squares of small gradients would be 0
     squares = unit.square().sum(-1, keepdim=True)
     squares = squares.where(squares > 0, 1)
-    return (unit * (delta.permute(2, 0, 1).unsqueeze(-1) / largest / squares)).to(
-        out_gradient.dtype
-    )
+    per_unit = delta.permute(2, 0, 1).unsqueeze(-1) / largest
+    out = (unit * (per_unit / squares)).to(out_gradient.dtype)
+    at = unit.abs().argmax(-1, keepdim=True)
+    missing = per_unit - (unit * out).sum(-1, keepdim=True)
+    top = unit.gather(-1, at)
+    top = top.where(top != 0, 1)
+    return out.scatter_(-1, at, (out.gather(-1, at) + missing / top).to(out.dtype))

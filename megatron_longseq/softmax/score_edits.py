@@ -41,6 +41,7 @@ class ScoreEdits:
         slopes: of ALiBi, ``[a]``; ``None`` without.
         dropout: share of the weights that are dropped.
         seed: of one call; the same in its backward.
+        first_row: number, in the micro-batch, of the first row that is given.
     """
 
     heads: Tensor
@@ -48,6 +49,7 @@ class ScoreEdits:
     slopes: Tensor | None
     dropout: float
     seed: int
+    first_row: int = 0
 
     def kernel(self, queries: Tensor, keys: Tensor) -> "EditedKernel":
         """The kernel of a block.
@@ -133,7 +135,7 @@ class EditedKernel(ReferenceKernel):
             edits.seed,
             edits.dropout,
             heads=edits.heads,
-            batch=weights.shape[0],
+            batch=range(edits.first_row, edits.first_row + weights.shape[0]),
             queries=self._queries,
             keys=self._keys,
         )
@@ -146,16 +148,16 @@ class EditedKernel(ReferenceKernel):
 
 
 def kept_weights(
-    seed: int, probability: float, *, heads: Tensor, batch: int, queries: Tensor, keys: Tensor
+    seed: int, probability: float, *, heads: Tensor, batch: range, queries: Tensor, keys: Tensor
 ) -> Tensor:
     """Which attention weights dropout keeps, for a seed: boolean ``[b, a, rows, keys]``.
 
     Args:
         probability: that one is dropped.
         heads: numbers of heads ``[a]``; with ``queries`` and ``keys``, places, int64.
-        batch: rows of the micro-batch, counted from 0.
+        batch: numbers of the rows in the micro-batch.
     """
-    rows = torch.arange(batch, device=heads.device)[:, None] * _STEPS[0] + heads * _STEPS[1]
+    rows = torch.tensor(batch, device=heads.device)[:, None] * _STEPS[0] + heads * _STEPS[1]
     rows = _mixed(_mixed(rows + seed)[:, :, None] + queries * _STEPS[2])
     cells = _mixed(rows[..., None] ^ _mixed(keys * _STEPS[0] + seed))
     return _shifted(cells, 64 - _BITS) >= round(probability * 2**_BITS)

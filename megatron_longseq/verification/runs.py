@@ -169,7 +169,7 @@ def verification_runs(
         divisor, reference_processes = unit, processes
     else:
         layout = [name for name in ours if name not in MODEL_OPTIONS]
-        reference = without(common, parser, [*LAYOUT, *layout])
+        reference = _without_stages(without(common, parser, [*LAYOUT, *layout]))
         divisor, reference_processes = unit * tensor, 1
     pad = "--make-vocab-size-divisible-by"
     masked = (
@@ -181,6 +181,17 @@ def verification_runs(
         "reference": ([*reference, pad, str(divisor)], reference_processes, masked),
         "candidate": ([*common, pad, str(unit)], processes, masked),
     }
+
+
+def _without_stages(argv: Sequence[str]) -> list[str]:
+    """A hybrid pattern without the ends of its pipeline stages: the same model."""
+    flag, words = "--hybrid-layer-pattern", list(argv)
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            words[index + 1] = words[index + 1].replace("|", "")
+        elif word.startswith(f"{flag}="):
+            words[index] = word.replace("|", "")
+    return words
 
 
 def without(

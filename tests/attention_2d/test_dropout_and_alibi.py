@@ -29,7 +29,7 @@ def dense(query, key, value, visible, slopes, dropout):
             dropout.seed,
             dropout.probability,
             heads=torch.arange(heads) + dropout.first_head,
-            batch=batch,
+            batch=range(batch),
             queries=places,
             keys=places,
         )
@@ -103,7 +103,9 @@ def test_long_blocks_run_in_tiles(ranks):
 
 def test_dropout_keeps_its_share_and_knows_no_order():
     many = torch.arange(256)
-    keep = kept_weights(SEED, 0.3, heads=torch.arange(4), batch=2, queries=many, keys=many).double()
+    keep = kept_weights(
+        SEED, 0.3, heads=torch.arange(4), batch=range(2), queries=many, keys=many
+    ).double()
     draws = keep.numel()
     assert abs(keep.mean() - 0.7) < 5 * (0.21 / draws) ** 0.5
     for dim in range(4):  # of a row, a column, a head: none stands out
@@ -114,9 +116,23 @@ def test_dropout_keeps_its_share_and_knows_no_order():
         product = (centred * centred.roll(1, dim)).mean() / 0.21
         assert product.abs() < 5 * draws**-0.5
     other = kept_weights(
-        SEED + 1, 0.3, heads=torch.arange(4), batch=2, queries=many, keys=many
+        SEED + 1, 0.3, heads=torch.arange(4), batch=range(2), queries=many, keys=many
     ).double()
     assert ((centred * (other - other.mean())).mean() / 0.21).abs() < 5 * draws**-0.5
+
+
+def test_a_row_by_itself_drops_what_it_drops_in_a_micro_batch():
+    operator = TwoDAttention(None, None)
+    x = torch.randn(8, 3, 2, 4, dtype=torch.float64)
+    together = operator(x, x, x, dropout=Dropout(0.5, SEED))
+    for row in range(3):
+        alone = x[:, row : row + 1]
+        dropout = Dropout(0.5, SEED, first_row=row)
+        out = operator(alone, alone, alone, dropout=dropout, cu_seqlens=[0, 8])
+        assert torch.equal(out, together[:, row : row + 1])
+    first = x[:, :1]
+    again = operator(first, first, first, dropout=Dropout(0.5, SEED, first_row=1))
+    assert not torch.allclose(again, together[:, :1]), "rows drop other weights"
 
 
 def wrong_changes():

@@ -101,6 +101,11 @@ LAYOUTS = {
     ),
     "pattern of layers": (PATTERN, 4, BOTH),
     "pattern of layers, pipeline": (PATTERN, 4, f"{CP} 2 {PP} {FULL}"),
+    "pattern of layers, interleaved": (
+        PATTERN.replace("G-*-", "G-|*-|G-|*-"),
+        4,
+        f"{CP} 2 {PP} --use-distributed-optimizer",
+    ),
     "hybrid, tensor parallel": (HYBRID, 2, SP),
     "hybrid, both": (HYBRID, 4, BOTH),
     "hybrid, four context ranks, tensor parallel": (HYBRID, 8, f"{SP} {CP} 4"),
@@ -444,7 +449,7 @@ PATTERNED = [
     [
         (KDA, (4, f"{SP} {CP} 2"), [(1, ""), (4, f"{PP} {CP} 2")]),
         (MIXED, (2, f"{CP} 2"), [(2, SP)]),
-        (PATTERNED, (2, f"{CP} 2"), [(2, SP), (2, PP)]),
+        (PATTERNED, (2, f"{CP} 2"), [(2, SP), (2, f"{PP} --hybrid-layer-pattern G-*|-G-")]),
     ],
     ids=["kda", "hybrid", "pattern of layers"],
 )

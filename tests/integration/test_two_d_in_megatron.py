@@ -1,7 +1,7 @@
 """2D attention inside real Megatron: layouts equal to one process, checkpoints that move."""
 
 import pytest
-from training_runs import CONTINUE, MODEL, log, losses, train
+from training_runs import CONTINUE, MODEL, RUN, log, losses, train
 
 from megatron_longseq.errors import UserError
 from megatron_longseq.verification.session import _capture, _plan, _verdict, verify
@@ -403,6 +403,18 @@ def test_two_models_with_other_head_counts_share_a_process(megatron_ranks):
             "--context-parallel-size 2 --seq-length 62 --longseq-pad-sequence --mtp-num-layers 1",
             ["--longseq-pad-sequence with --mtp-num-layers 1"],
         ),
+        (1, "--seq-length 57", ["--seq-length 57", "nearest: 56, 58", "--longseq-pad-sequence"]),
+        (
+            2,
+            "--context-parallel-size 2 --longseq-backward-ring queries",
+            ["--longseq-backward-ring queries", "no effect without a ring: --longseq-head-para"],
+        ),
+        (
+            2,
+            "--context-parallel-size 2 --longseq-head-parallel-size 1 --attention-dropout 0.1 "
+            "--longseq-backward-ring queries",
+            ["--longseq-backward-ring queries: with --attention-dropout 0.1", "use auto or keys"],
+        ),
         (
             2,
             "--context-parallel-size 2 --longseq-pad-sequence --seq-length 62 "
@@ -445,6 +457,52 @@ def test_latent_attention_over_tensor_parallel_local_layers_is_refused(megatron_
     flags = f"{TWO_D} --tensor-model-parallel-size 2 --max-position-embeddings 64"
     with pytest.raises(UserError, match="--tensor-model-parallel-size 2: with --multi-latent-att"):
         train(megatron_ranks, tmp_path, flags, processes=2, model=LATENT.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("", "--multi-latent-attention: .* no core attention for it; add --longseq-context-par"),
+        (
+            f"{TWO_D} --dataloader-inter-document-masking",
+            "--dataloader-inter-document-masking is refused .with --multi-latent-attention",
+        ),
+    ],
+)
+def test_latent_attention_that_cannot_run_is_refused(flags, text, megatron_ranks, tmp_path):
+    with pytest.raises(UserError, match=text):
+        train(
+            megatron_ranks,
+            tmp_path,
+            f"{flags} --max-position-embeddings 64",
+            model=LATENT.split(),
+        )
+
+
+def test_the_length_of_samples_may_bear_its_other_name(megatron_ranks, tmp_path):
+    plain = train(megatron_ranks, tmp_path / "plain", steps=1)
+    run = [word.replace("--seq-length", "--encoder-seq-length") for word in RUN]
+    assert losses(train(megatron_ranks, tmp_path / "b", steps=1, run=run)) == losses(plain)
+    with pytest.raises(UserError, match="--longseq-pad-sequence: needs --seq-length N"):
+        train(megatron_ranks, tmp_path / "c", "--longseq-pad-sequence", run=run)
+
+
+def weight_of_nothing():
+    import torch
+    import torch.distributed as dist
+
+    from megatron_longseq.sequence_padding import weight_of_rank
+
+    dist.init_process_group("gloo")
+    counts = (0, 0), (3, 1), (4, 0)
+    rank = dist.get_rank()
+    return [float(weight_of_rank(torch.tensor(c[rank]), dist.group.WORLD)) for c in counts]
+
+
+def test_a_rank_weighs_what_it_has_of_the_tokens_and_nothing_is_no_number(megatron_ranks):
+    first, second = megatron_ranks.run(weight_of_nothing, world_size=2)
+    assert first[1:] == [1.5, 2.0] and second[1:] == [0.5, 0.5]
+    assert all(0 * weight[0] == 0 for weight in (first, second))
 
 
 def test_options_of_2d_attention_without_it_are_refused(megatron_ranks, tmp_path):

@@ -30,6 +30,7 @@ def train(
     steps: int = 5,
     data: Path | None = None,
     model: Sequence[str] = tuple(MODEL),
+    run: Sequence[str] = tuple(RUN),
 ) -> list[dict]:
     """Trains and returns the merged record of each step.
 
@@ -38,7 +39,7 @@ def train(
     flags = flags.split() if isinstance(flags, str) else list(flags)
     source = ["--data-path", str(data), "--split", "90,10,0"] if data else ["--mock-data"]
     measured = folder / "steps"
-    argv = [*model, *RUN, *source, "--train-iters", str(steps), *flags]
+    argv = [*model, *run, *source, "--train-iters", str(steps), *flags]
     run_training(
         pool,
         [*argv, "--longseq-measure", str(measured)],

@@ -77,6 +77,32 @@ REFUSED = {
         1,
         ["--hybrid-layer-pattern G-*-", "add --longseq-linear-attention gdn"],
     ),
+    "a hybrid pattern that ranks of a pipeline do not divide": (
+        f"{LINEAR} gdn --hybrid-layer-pattern G-* {ROPE} --pipeline-model-parallel-size 2",
+        2,
+        ["--pipeline-model-parallel-size 2", "--hybrid-layer-pattern G-*", "nearest: 1, 3"],
+    ),
+    "the old name of the pattern": (
+        f"{LINEAR} gdn --hybrid-override-pattern G-*- {ROPE}",
+        1,
+        ["--hybrid-override-pattern", "old name of --hybrid-layer-pattern"],
+    ),
+    "kept attention of a hybrid pattern": (
+        "--hybrid-layer-pattern *-*- --longseq-context-parallel 2d --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --longseq-keep-attention-output",
+        1,
+        ["--longseq-keep-attention-output True", "recomputes its layers itself"],
+    ),
+    "latent attention in a hybrid pattern": (
+        "--hybrid-layer-pattern *-*- --longseq-context-parallel 2d --multi-latent-attention",
+        1,
+        ["--multi-latent-attention", "needs Transformer Engine for it"],
+    ),
+    "dropout of attention that no layer has": (
+        f"{LINEAR} gdn --attention-dropout 0.1",
+        1,
+        ["--attention-dropout 0.1", "only softmax attention drops weights"],
+    ),
     "layers named twice": (
         f"{LINEAR} gdn --hybrid-layer-pattern G-*- {ROPE} --linear-attention-freq 2",
         1,

@@ -7,6 +7,7 @@ import torch
 from grids import dense_with_gradients, random_sequence, relative_error
 
 from megatron_longseq.softmax import OnlineSoftmax, choose_kernel
+from megatron_longseq.softmax.ring_attention import output_of_delta
 from megatron_longseq.token_layout import ZigzagGrid
 
 CPU = torch.device("cpu")
@@ -84,3 +85,26 @@ def test_sums_in_16_bits_would_grow_with_the_ring():
     for index in (2, 3):
         assert narrow[32][index] > 2 * wide[32][index]
         assert narrow[32][index] > 2 * narrow[2][index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_output_of_delta_has_the_product_that_a_kernel_forms(dtype):
+    torch.manual_seed(0)
+    same = torch.ones(64, 2, 3, 32)  # all of a row round alike
+    tiny = torch.randn(64, 2, 3, 32) * 1e-6
+    for dout in (torch.randn(64, 2, 3, 32), same, tiny):
+        dout = dout.to(dtype)
+        dout[3] = 0  # its rows have Delta 0
+        wide = torch.promote_types(dtype, torch.float32)
+        out = (torch.randn(64, 2, 3, 32) + 4).to(dtype).to(wide)
+        delta = (dout.to(wide) * out).sum(-1).permute(1, 2, 0)
+        found = output_of_delta(dout, delta)
+        product = (dout.to(wide) * found.to(wide)).sum(-1).permute(1, 2, 0)
+        assert found.dtype == dtype and torch.isfinite(found).all()
+        error = (product - delta).abs() / (dout.to(wide).norm(dim=-1) * 4).permute(1, 2, 0).clamp(
+            min=1e-30
+        )
+        # A rounding of all elements in one direction would be several eps; wide sums round too.
+        limit = 0.5 if dtype.itemsize == 2 else 8
+        assert error.max() < limit * torch.finfo(dtype).eps, (dtype, error.max())
+        assert found.double().norm(dim=-1).max() < 2 * out.double().norm(dim=-1).max()
