@@ -105,7 +105,17 @@ class CapturedTraining(GPTTraining):
     # --- hooks of Megatron's model config -----------------------------------------------------
 
     def before_wrapping(self, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Fills the weights (before the optimizer copies them) and listens to the modules."""
+        """Fills the weights (before the optimizer copies them) and listens to the modules.
+
+        Raises:
+            RuntimeError: layers are missing; what is missing on both sides would compare as equal.
+        """
+        built = torch.tensor(sum(len(model.decoder.layers) for model in models))
+        dist.all_reduce(built, group=mpu.get_pipeline_model_parallel_group())
+        if int(built) != self.args.num_layers:
+            raise RuntimeError(
+                f"the model was built with {int(built)} of {self.args.num_layers} layers"
+            )
         fill_parameters(
             models,
             std=self.args.init_method_std,

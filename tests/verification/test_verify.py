@@ -7,6 +7,7 @@ import torch
 
 from megatron_longseq.cli import main
 from megatron_longseq.errors import UserError
+from megatron_longseq.launch import RankFailure
 from megatron_longseq.verification.session import _capture, _plan, _verdict, verify
 
 # Untied embeddings, biases, LayerNorm and grouped queries: each has gradients of its own kind.
@@ -108,6 +109,19 @@ def count_tensor_parallel_copies_twice():
     tensor_parallel.param_is_not_tensor_parallel_duplicate = lambda *_args, **_kwargs: True
 
 
+def build_no_layers():
+    """A pattern that is lost on its way to the model, as it is in both runs."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    build = TransformerBlock.__init__
+
+    def empty(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.layers = torch.nn.ModuleList()
+
+    TransformerBlock.__init__ = empty
+
+
 def sabotaged_capture(sabotage, *args):
     globals()[sabotage]()
     _capture(*args)
@@ -145,6 +159,11 @@ def test_parameters_that_are_not_updated_are_found(megatron_ranks_fp64, tmp_path
     assert not verdict["passed"]
     assert verdict["gradient"]["relative"] < 1e-12
     assert verdict["parameter"]["relative"] > 1e-4
+
+
+def test_a_model_without_its_layers_is_no_model_to_compare(megatron_ranks_fp64, tmp_path):
+    with pytest.raises(RankFailure, match="the model was built with 0 of 4 layers"):
+        verify_sabotaged(megatron_ranks_fp64, "build_no_layers", MODEL, tmp_path)
 
 
 def test_a_gradient_norm_that_counts_copies_twice_is_found(megatron_ranks_fp64, tmp_path):
