@@ -312,6 +312,13 @@ def check_two_d_attention(config: TransformerConfig) -> None:
                 f"it works with {allowed}"
             )
 
+    dropout = config.attention_dropout
+    if dropout > 0 and config.longseq_attention_kernel != "reference":
+        raise UserError(
+            f"--attention-dropout {dropout}: --longseq-context-parallel 2d drops weights in the "
+            "plain torch kernel alone, several times slower than a flash kernel; use "
+            "--attention-dropout 0, or --longseq-attention-kernel reference"
+        )
     check_window(getattr(config, "window_size", None))
 
 

@@ -231,14 +231,15 @@ RULES: tuple[FlagRule, ...] = (
         "--attention-dropout",
         "attention_dropout",
         "refused",
-        "greater than 0 with --longseq-context-parallel 2d and a flash kernel",
+        "greater than 0 with --longseq-context-parallel 2d, without --longseq-attention-kernel "
+        "reference",
         "which weights are dropped follows from their places, so that backward and every layout "
-        "drop the same; only the plain torch kernel does that: use --longseq-attention-kernel "
-        "auto or reference, or --attention-dropout 0",
+        "drop the same; only the plain torch kernel does that, several times slower than a flash "
+        "kernel: use --attention-dropout 0, or --longseq-attention-kernel reference",
         refuses=lambda args: (
             args.attention_dropout > 0
             and _two_d(args)
-            and args.longseq_attention_kernel not in ("auto", "reference")
+            and args.longseq_attention_kernel != "reference"
         ),
     ),
     FlagRule(

@@ -258,12 +258,11 @@ class TwoDCoreAttention(MegatronModule):
 
         # Where the CPU platform stands in for CUDA, it is the CPU that a tensor comes to lie on.
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        name = "reference" if self.dropout > 0 else self.kernel
-        kernel = choose_kernel(name, self.config.params_dtype, device)
+        kernel = choose_kernel(self.kernel, self.config.params_dtype, device)
         heads, ring = self.operator.heads.size, self.operator.ring.size
         more = "" if self.window is None else f", window {self.window}"
         if self.dropout > 0:
-            more += f" in training, for dropout {self.dropout}"
+            more += f", dropout {self.dropout}"
         if ring > 1 and self.window is None:  # of a short window rows of keys travel
             more += f", {self._moves()} go round backward"
         if self.softmax_offset is not None:
