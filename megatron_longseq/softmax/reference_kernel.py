@@ -33,11 +33,11 @@ class ReferenceKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``out = softmax(scale * Q K^T) V`` and its log-sum-exp, in fp32 (fp64 for fp64)."""
-        q, k, v = widened(query, key, value)
-        scores = masked_scores(q, k, causal, scale, visible, band)
+        q, k, v = _wide(query, key, value)
+        scores = self._scored(_masked_scores(q, k, causal, scale, visible, band))
         lse = scores.logsumexp(-1)
-        probabilities = exp_of_difference(scores, lse)
-        out = torch.einsum("bgrqk,kbgd->qbgrd", probabilities, v)
+        weights = self._weighted(_exp_of_difference(scores, lse))
+        out = torch.einsum("bgrqk,kbgd->qbgrd", weights, v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
     def backward(
@@ -55,26 +55,35 @@ class ReferenceKernel:
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``P = exp(scale Q K^T - lse)``, ``dS = P (dO V^T - Delta)``, and the three products."""
-        q, k, v, dout = widened(query, key, value, out_gradient)
+        q, k, v, dout = _wide(query, key, value, out_gradient)
         groups = key.shape[2]
         lse = lse.unflatten(1, (groups, -1))
         delta = (dout * out.to(dout.dtype)).sum(-1).permute(1, 2, 0).unflatten(1, (groups, -1))
-        p = exp_of_difference(masked_scores(q, k, causal, scale, visible, band), lse)
+        scores = self._scored(_masked_scores(q, k, causal, scale, visible, band))
+        p = _exp_of_difference(scores, lse)
         dout = dout.unflatten(2, (groups, -1))
-        dv = torch.einsum("bgrqk,qbgrd->kbgd", p, dout)
-        dp = torch.einsum("qbgrd,kbgd->bgrqk", dout, v)
+        dv = torch.einsum("bgrqk,qbgrd->kbgd", self._weighted(p), dout)
+        dp = self._weighted(torch.einsum("qbgrd,kbgd->bgrqk", dout, v))
         ds = p * (dp - delta.unsqueeze(-1)) * scale
         dq = torch.einsum("bgrqk,kbgd->qbgrd", ds, k).flatten(2, 3)
         dk = torch.einsum("bgrqk,qbgrd->kbgd", ds, q.unflatten(2, (groups, -1)))
         return dq, dk, dv
 
+    def _scored(self, scores: Tensor) -> Tensor:
+        """What a kernel of other scores makes of them: ``[b, g, a / g, rows, keys]``."""
+        return scores
 
-def widened(*tensors: Tensor) -> list[Tensor]:
+    def _weighted(self, weights: Tensor) -> Tensor:
+        """What a kernel makes of the softmax of a block, and of its gradient; linear."""
+        return weights
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in fp32, fp64 ones as they are."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
-def masked_scores(
+def _masked_scores(
     query: Tensor,
     key: Tensor,
     causal: bool,
@@ -94,7 +103,7 @@ def masked_scores(
     return scores
 
 
-def exp_of_difference(scores: Tensor, lse: Tensor) -> Tensor:
+def _exp_of_difference(scores: Tensor, lse: Tensor) -> Tensor:
     """``exp(scores - lse)``; 0 in rows that see no key, whose lse is -inf."""
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     return (scores - lse.unsqueeze(-1)).exp()

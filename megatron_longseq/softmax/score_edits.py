@@ -15,13 +15,14 @@ little memory. It is several times slower than a flash kernel.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..token_layout import Band, Rectangle
+from ..token_layout import Rectangle
 from .mask_plan import tiles
-from .reference_kernel import ReferenceKernel, exp_of_difference, masked_scores, widened
+from .reference_kernel import ReferenceKernel
 
 # Of a tile whose scores are a matrix.
 TILE_ROWS, TILE_KEYS = 256, 1024
@@ -71,23 +72,10 @@ class EditedKernel(ReferenceKernel):
         self._keys = keys
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        visible: Tensor | None = None,
-        band: Band | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of the block, in fp32 (fp64 for fp64)."""
-        q, k, v = widened(query, key, value)
-        k, v = (tensor.index_select(2, self._edits.serving) for tensor in (k, v))
-        scores = self._biased(masked_scores(q, k, causal, scale, visible, band))
-        lse = scores.logsumexp(-1)
-        weights = self._dropped(exp_of_difference(scores, lse))
-        return torch.einsum("bgrqk,kbgd->qbgrd", weights, v).flatten(2, 3), lse.flatten(1, 2)
+        return super().forward(query, self._served(key), self._served(value), **how)
 
     def backward(
         self,
@@ -97,36 +85,25 @@ class EditedKernel(ReferenceKernel):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        visible: Tensor | None = None,
-        band: Band | None = None,
+        **how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's terms: ``dS = P (keep dO V^T - Delta)``, the rest as without edits."""
-        q, k, v, dout = widened(query, key, value, out_gradient)
-        serving = self._edits.serving
-        k, v = (tensor.index_select(2, serving) for tensor in (k, v))
-        delta = (dout * out.to(dout.dtype)).sum(-1).permute(1, 2, 0)[:, :, None, :, None]
-        p = exp_of_difference(
-            self._biased(masked_scores(q, k, causal, scale, visible, band)), lse.unsqueeze(2)
-        )
-        dout = dout.unsqueeze(3)
-        dv = torch.einsum("bgrqk,qbgrd->kbgd", self._dropped(p), dout)
-        dp = self._dropped(torch.einsum("qbgrd,kbgd->bgrqk", dout, v))
-        ds = p * (dp - delta) * scale
-        dq = torch.einsum("bgrqk,kbgd->qbgrd", ds, k).flatten(2, 3)
-        dk = torch.einsum("bgrqk,qbgrd->kbgd", ds, q.unsqueeze(3))
+        """The block's terms: ``dS = P (keep dO V^T / (1 - p) - Delta)``, the rest as ever."""
+        k, v = self._served(key), self._served(value)
+        dq, dk, dv = super().backward(out_gradient, query, k, v, out, lse, **how)
         return dq, self._gathered(dk, key), self._gathered(dv, value)
 
-    def _biased(self, scores: Tensor) -> Tensor:
+    def _served(self, tensor: Tensor) -> Tensor:
+        """Key/value heads, one for each query head."""
+        return tensor.index_select(2, self._edits.serving)
+
+    def _scored(self, scores: Tensor) -> Tensor:
         slopes = self._edits.slopes
         if slopes is None:
             return scores
         distance = (self._queries[:, None] - self._keys).abs().to(scores.dtype)
         return scores - slopes.to(scores.dtype)[:, None, None, None] * distance
 
-    def _dropped(self, weights: Tensor) -> Tensor:
+    def _weighted(self, weights: Tensor) -> Tensor:
         """Weights ``[b, a, 1, rows, keys]``, or their gradients, after dropout."""
         edits = self._edits
         if edits.dropout == 0:

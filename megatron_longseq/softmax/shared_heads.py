@@ -9,11 +9,11 @@ that has one number. Key/value heads are neither repeated nor parted from their 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..token_layout import Band
 from .block_kernels import BlockKernel
 
 
@@ -59,26 +59,12 @@ class StretchedKernel:
         return self._kernel.unusable(dtype, device)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        visible: Tensor | None = None,
-        band: Band | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of one block."""
         results = [
             self._kernel.forward(
-                query[:, :, part.queries],
-                key[:, :, part.keys],
-                value[:, :, part.keys],
-                causal=causal,
-                scale=scale,
-                visible=visible,
-                band=band,
+                query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys], **how
             )
             for part in self._parts
         ]
@@ -93,11 +79,7 @@ class StretchedKernel:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        visible: Tensor | None = None,
-        band: Band | None = None,
+        **how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's terms of the gradients."""
         terms = [
@@ -108,10 +90,7 @@ class StretchedKernel:
                 value[:, :, part.keys],
                 out[:, :, part.queries],
                 lse[:, part.queries],
-                causal=causal,
-                scale=scale,
-                visible=visible,
-                band=band,
+                **how,
             )
             for part in self._parts
         ]
